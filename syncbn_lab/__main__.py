@@ -1,0 +1,168 @@
+"""The command line: ``python -m syncbn_lab doctor | cases | run | results | writeup``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+
+from syncbn_lab import __version__
+from syncbn_lab.errors import InputError
+from syncbn_lab.experiment import DEVICES, INPUTS, MODELS, RULES, Experiment
+from syncbn_lab.implementations import IMPLEMENTATIONS
+from syncbn_lab.implementations.revisions import REVISION_NAMES
+from syncbn_lab.policies import POLICIES
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; bad input is one sentence on standard error and exit code 1."""
+    chosen = _parser().parse_args(arguments)
+    try:
+        return chosen.run(chosen)
+    except InputError as error:
+        print(f"syncbn_lab: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m syncbn_lab",
+        description="What happens when synchronized batch norm meets mixed precision, and why.",
+    )
+    parser.add_argument("--version", action="version", version=f"syncbn-lab {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    doctor = commands.add_parser("doctor", help="what is installed here, each trap with its cure")
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    doctor.set_defaults(run=_doctor)
+
+    listing = commands.add_parser("cases", help="the reported cases: seen, cause, cure, command")
+    listing.add_argument("name", nargs="?", help="show this one whole")
+    listing.add_argument("--json", action="store_true", help="print JSON instead of text")
+    listing.set_defaults(run=_cases)
+
+    run = commands.add_parser("run", help="run one experiment in a child process")
+    _add_experiment(run)
+    run.add_argument("--json", action="store_true", help="print the whole result as JSON")
+    run.set_defaults(run=_run)
+
+    results = commands.add_parser("results", help="what an executed notebook recorded, as JSON")
+    results.add_argument("files", nargs="+", metavar="OUT.ipynb")
+    results.add_argument("--table", action="store_true", help="one text table, a column a file")
+    results.set_defaults(run=_results)
+
+    writeup = commands.add_parser("writeup", help="an executed notebook as one offline HTML page")
+    writeup.add_argument("files", nargs="+", metavar="OUT.ipynb")
+    writeup.set_defaults(run=_writeup)
+    return parser
+
+
+def _add_experiment(parser: argparse.ArgumentParser) -> None:
+    """Options of one experiment; the values themselves are checked by ``Experiment``."""
+    helps = {
+        "opt_level": f"precision recipe: {', '.join(POLICIES)}",
+        "implementation": f"batch norm layer: {', '.join(IMPLEMENTATIONS)}",
+        "revision": f"apex's file: {', '.join(REVISION_NAMES)}",
+        "rules": f"dtype rules: {', '.join(RULES)}",
+        "device": ", ".join(DEVICES),
+        "world_size": "ranks",
+        "model": ", ".join(MODELS),
+        "input": ", ".join(INPUTS),
+        "seed": "seeds parameters, crops and labels",
+        "steps": "training steps",
+        "time_limit": "seconds until the run is ended",
+    }
+    parser.add_argument("--case", help="a reported case, which fills in the defaults")
+    parser.add_argument(
+        "--keep-batchnorm-fp32", help="True, False or None: apex amp's argument of that name"
+    )
+    for field in dataclasses.fields(Experiment):
+        if field.name in helps:
+            kind = type(field.default)
+            shown = f"{helps[field.name]} (default: {field.default})"
+            flag = "--" + field.name.replace("_", "-")
+            parser.add_argument(flag, type=kind, help=shown, metavar=field.name.upper())
+
+
+def _experiment(chosen: argparse.Namespace) -> Experiment:
+    from syncbn_lab.params import choose
+
+    defaults = Experiment().to_dict()
+    given = {n: getattr(chosen, n) for n in defaults if getattr(chosen, n, None) is not None}
+    return choose({"case": chosen.case, **given}, defaults).experiment
+
+
+def _doctor(chosen: argparse.Namespace) -> int:
+    from syncbn_lab import doctor
+
+    return doctor.main(chosen.json)
+
+
+def _cases(chosen: argparse.Namespace) -> int:
+    from syncbn_lab.cases import cases, find_case
+
+    found = [find_case(chosen.name)] if chosen.name else cases()
+    if chosen.json:
+        print(json.dumps([dataclasses.asdict(case) for case in found], indent=1))
+        return 0
+    for case in found:
+        print(f"{case.case}: {case.title}\n  seen:    {case.seen}")
+        if chosen.name:
+            print(f"  report:  {case.report}\n  cause:   {case.cause}\n  cure:    {case.cure}")
+        print(f"  command: {case.command}")
+    return 0
+
+
+def _run(chosen: argparse.Namespace) -> int:
+    from syncbn_lab.run import require_device, run
+
+    experiment = _experiment(chosen)
+    require_device(experiment.device)
+    result = run(experiment)
+    if chosen.json:
+        print(json.dumps(result.to_dict(), indent=1))
+        return 0
+    print(result.sentence())
+    lines = {
+        "message": result.message,
+        "source": result.source,
+        "phase": result.phase,
+        "place": f"{result.file} line {result.line}" if result.file else None,
+        "traceback line": result.traceback_line,
+        "in layer": result.module,
+        "matches": f"{result.messages_match} (case {result.case})" if result.message else None,
+        "silent casts": len(result.silent_casts) or None,
+        "findings": "\n                ".join(result.findings[:5]) or None,
+        "torch": result.environment.get("torch"),
+        "seconds": f"{result.seconds:.2f}",
+    }
+    for name, value in lines.items():
+        if value is not None:
+            print(f"  {name + ':':<14}{value}")
+    if result.outcome == "died" and result.log:
+        print(result.log, file=sys.stderr)
+    return 0
+
+
+def _results(chosen: argparse.Namespace) -> int:
+    from syncbn_lab.results import read_results, summary_row, text_table
+
+    found = [read_results(file) for file in chosen.files]
+    if chosen.table:
+        print(text_table([summary_row(results) for results in found]))
+    else:
+        print(json.dumps(found[0] if len(found) == 1 else found, indent=1))
+    return 0
+
+
+def _writeup(chosen: argparse.Namespace) -> int:
+    from syncbn_lab.writeup import write
+
+    for file in chosen.files:
+        print(write(file))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,174 @@
+"""Reported cases: what somebody saw in public, with its cause and its cure.
+
+One YAML file per case in ``data/reported``; adding a case is adding a file. A case whose error
+the kit can make again names the experiment that does it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from syncbn_lab.errors import InputError
+from syncbn_lab.experiment import Experiment, experiment_from_dict
+
+_REQUIRED = ("case", "title", "report", "seen", "cause", "cure", "command")
+_OPTIONAL = ("date", "environment", "configuration", "phase", "error_type", "file", "line")
+VERBATIM, DEVICE, PAIR, NO = "verbatim", "but for the device", "but for the dtype pair", "no"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One reported error, or one reported silence."""
+
+    case: str
+    """Its name: the file's, without the ending."""
+    title: str
+    report: str
+    """Address of the public report."""
+    seen: str
+    """The message as it was reported; for a silent fault, what was seen instead."""
+    cause: str
+    cure: str
+    command: str
+    """The command of the kit that shows it, or that finds it on the user's machine."""
+    date: str | None = None
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    configuration: Mapping[str, Any] | None = None
+    """Fields of the experiment that makes it happen; None when the kit can't make it."""
+    phase: str | None = None
+    error_type: str | None = None
+    """None for a silent fault."""
+    file: str | None = None
+    line: int | None = None
+    """As the reporter's Python counts lines."""
+
+    @property
+    def experiment(self) -> Experiment | None:
+        """The experiment that makes this case happen, where there is one."""
+        return None if self.configuration is None else experiment_from_dict({**self.configuration})
+
+
+def folder() -> Path:
+    """Where the cases are: beside the package in a checkout, inside it in an installed wheel."""
+    package = Path(__file__).resolve().parent
+    inside = package / "data" / "reported"
+    return inside if inside.is_dir() else package.parent / "data" / "reported"
+
+
+def cases() -> list[Case]:
+    """Every reported case, in the order of their names.
+
+    Raises
+    ------
+    InputError
+        When PyYAML is missing, or a file is not a case: the sentence names the file.
+    """
+    return list(_load(folder()))
+
+
+def find_case(name: str) -> Case:
+    """One case by name; an unknown name is an InputError that lists the names."""
+    known = {case.case: case for case in cases()}
+    wanted = name.removesuffix(".yaml")
+    if wanted not in known:
+        raise InputError(f"case is {name!r}; allowed are {', '.join(known)}.")
+    return known[wanted]
+
+
+def reported_for(experiment: Experiment) -> Case | None:
+    """The case that was reported for this configuration and layer; None for a control.
+
+    The report speaks of a configuration on the layer of its day. Under another revision or
+    other rules the same configuration is still compared with it; where it was reported for
+    another implementation, it is not.
+    """
+    for case in cases():
+        reported = case.experiment
+        if (
+            reported is not None
+            and case.error_type is not None
+            and reported.opt_level == experiment.opt_level
+            and reported.keep_batchnorm_fp32 == experiment.keep_batchnorm_fp32
+            and reported.implementation == experiment.implementation
+        ):
+            return case
+    return None
+
+
+def match_message(reported: str | None, seen: str | None) -> str:
+    """How far a message is the reported one.
+
+    `verbatim`; `but for the device` (cpu for cuda:0, torch.HalfTensor for
+    torch.cuda.HalfTensor); `but for the dtype pair` (each dtype consistently another one, as
+    in a replay with (float, double) for (half, float)); `no`.
+    """
+    if not reported or not seen:
+        return NO
+    if seen.strip() == reported.strip():
+        return VERBATIM
+    one, other = _without_device(reported), _without_device(seen)
+    if one == other:
+        return DEVICE
+    if _without_dtypes(one) == _without_dtypes(other) and _dtype_pattern(one) == _dtype_pattern(
+        other
+    ):
+        return PAIR
+    return NO
+
+
+@cache
+def _load(directory: Path) -> tuple[Case, ...]:
+    try:
+        import yaml
+    except ImportError as error:
+        raise InputError(
+            "the reported cases are YAML files and PyYAML is not installed; "
+            "`pip install pyyaml` brings it."
+        ) from error
+    return tuple(
+        _case(path, yaml.safe_load(path.read_text(encoding="utf-8")))
+        for path in sorted(directory.glob("*.yaml"))
+    )
+
+
+def _case(path: Path, fields: Any) -> Case:
+    if not isinstance(fields, dict):
+        raise InputError(f"{path.name} is not a case: it holds no table of fields.")
+    missing = [name for name in _REQUIRED if not fields.get(name)]
+    unknown = sorted(set(fields) - {*_REQUIRED, *_OPTIONAL})
+    if missing or unknown:
+        problem = f"lacks {', '.join(missing)}" if missing else f"has unknown {', '.join(unknown)}"
+        raise InputError(
+            f"{path.name} is not a case: it {problem}; a case has {', '.join(_REQUIRED)} and may "
+            f"have {', '.join(_OPTIONAL)}."
+        )
+    if fields["case"] != path.stem:
+        raise InputError(f"{path.name} calls itself {fields['case']!r}; its name must be the same.")
+    case = Case(**{**fields, "date": str(fields["date"]) if fields.get("date") else None})
+    if case.configuration is not None:
+        # Checked now, so that a broken file is found before any run.
+        experiment_from_dict({**case.configuration})
+    return case
+
+
+_DTYPE_WORDS = re.compile(r"\b(Half|Float|Double|BFloat16|Long|Int|Byte|Bool)(?=Tensor\b|\b)")
+
+
+def _without_device(message: str) -> str:
+    text = re.sub(r"\bcuda:\d+\b|\bcpu\b", "<device>", message.strip())
+    return text.replace("torch.cuda.", "torch.")
+
+
+def _without_dtypes(message: str) -> str:
+    return _DTYPE_WORDS.sub("<dtype>", message)
+
+
+def _dtype_pattern(message: str) -> list[int]:
+    """Which dtype words are the same as which: "Half … Float" and "Float … Double" agree."""
+    words = _DTYPE_WORDS.findall(message)
+    return [words.index(word) for word in words]

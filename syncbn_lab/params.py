@@ -1,0 +1,180 @@
+"""Notebook parameters: read, checked, and made into an experiment before any work starts.
+
+papermill itself only warns about a name it does not know and runs on with the default, so the
+notebook reads the injected cell's source and stops on the first wrong name or value, with a
+sentence that lists what is allowed.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from syncbn_lab.cases import Case, cases, find_case
+from syncbn_lab.errors import InputError
+from syncbn_lab.experiment import Experiment
+from syncbn_lab.implementations.apex import require_apex
+from syncbn_lab.policies import POLICIES
+from syncbn_lab.run import require_device, start
+
+AS_REPORTED = "as reported"
+
+DEFAULTS: dict[str, Any] = {
+    "case": "",
+    "opt_level": "O1",
+    "keep_batchnorm_fp32": AS_REPORTED,
+    "implementation": "apex",
+    "revision": "reported",
+    "rules": "torch-1.2",
+    "device": "cpu",
+    "world_size": 1,
+    "model": "encoder",
+    "seed": 0,
+}
+"""The parameters of repro.ipynb and their defaults; a test holds the notebook to them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameters:
+    """Checked parameters: what to run, and what was reported about it."""
+
+    experiment: Experiment
+    case: Case | None
+    """The reported case that the run is compared with; None for a control."""
+    given: dict[str, Any]
+    """The parameters that somebody set, as they were given."""
+
+    def sentence(self) -> str:
+        """Say what will be run and what it is compared with."""
+        against = (
+            f"compared with the reported case {self.case.case}"
+            if self.case
+            else "a control: nothing was reported for it"
+        )
+        return f"{self.experiment.describe()}; {against}."
+
+
+def parameters(namespace: Mapping[str, Any]) -> Parameters:
+    """Check a notebook's parameters, ``lab.parameters(globals())``, and make its experiment.
+
+    Raises
+    ------
+    InputError
+        On an unknown name, a value that is not allowed, values that contradict each other, a
+        GPU that is not there, or an apex that is missing or is another package.
+    """
+    injected = injected_names()
+    unknown = [name for name in injected if name not in DEFAULTS]
+    if unknown:
+        raise InputError(
+            f"{', '.join(unknown)} is no parameter of this notebook; its parameters are "
+            f"{', '.join(DEFAULTS)}."
+        )
+    given = {
+        name: namespace[name]
+        for name, default in DEFAULTS.items()
+        if name in namespace and (name in injected or namespace[name] != default)
+    }
+    chosen = choose(given)
+    if chosen.experiment.needs_apex:
+        require_apex()
+    # From here on a run will follow, so torch may load while this process goes on.
+    start()
+    require_device(chosen.experiment.device)
+    return chosen
+
+
+def choose(given: Mapping[str, Any], defaults: Mapping[str, Any] = DEFAULTS) -> Parameters:
+    """Make an experiment of the parameters that were given, and find the case it belongs to.
+
+    A case fills in what was not given. keep_batchnorm_fp32 "as reported" is the value of the
+    public report for that opt_level: True for O3, nothing for the others.
+    """
+    name = given.get("case") or ""
+    if not isinstance(name, str):
+        raise InputError(f"case is {name!r}; allowed are {', '.join(c.case for c in cases())}.")
+    case = find_case(name) if name else None
+    filled: dict[str, Any] = {k: v for k, v in defaults.items() if k != "case"}
+    if case is not None:
+        if case.configuration is None:
+            raise InputError(
+                f"case {case.case} has no experiment: {case.command} is what answers it. Cases "
+                f"with one are {', '.join(c.case for c in cases() if c.configuration)}."
+            )
+        filled |= case.configuration
+        filled.setdefault("keep_batchnorm_fp32", None)
+        _refuse_contradiction(case, given)
+    filled |= {k: v for k, v in given.items() if k != "case"}
+    filled["keep_batchnorm_fp32"] = _keep(filled["opt_level"], filled["keep_batchnorm_fp32"], case)
+    experiment = Experiment(**filled)
+    return Parameters(experiment, case or _case_of(experiment), dict(given))
+
+
+def _refuse_contradiction(case: Case, given: Mapping[str, Any]) -> None:
+    """A case is its opt_level and layer: another one is not that case any more."""
+    assert case.configuration is not None
+    for name in ("opt_level", "implementation"):
+        if name in given and given[name] != case.configuration[name]:
+            raise InputError(
+                f"case {case.case} is {name} {case.configuration[name]}, and {name} was given as "
+                f"{given[name]!r}; leave one of the two out."
+            )
+
+
+def _case_of(experiment: Experiment) -> Case | None:
+    from syncbn_lab.cases import reported_for
+
+    return reported_for(experiment)
+
+
+def _keep(opt_level: object, value: Any, case: Case | None) -> bool | None:
+    """keep_batchnorm_fp32 from what papermill, JupyterLab or a command line make of it."""
+    if value == AS_REPORTED:
+        if case is not None and case.configuration is not None:
+            return case.configuration.get("keep_batchnorm_fp32")
+        # A wrong opt_level is refused with its own sentence later.
+        return POLICIES[opt_level].reported_keep if opt_level in POLICIES else None  # type: ignore[index]
+    if value is None or isinstance(value, bool):
+        return value
+    words = {"true": True, "false": False, "none": None}
+    if isinstance(value, str) and value.lower() in words:
+        return words[value.lower()]
+    raise InputError(
+        f"keep_batchnorm_fp32 is {value!r}; allowed are True, False, None and {AS_REPORTED!r}."
+    )
+
+
+def injected_names() -> list[str]:
+    """Names that papermill set: read from the source of the cell it injects.
+
+    Not from the notebook's variables: those hold In, Out, exit and many others besides.
+    """
+    for source in _cell_sources():
+        if source.startswith("# Parameters"):
+            return _assigned(source)
+    return []
+
+
+def _cell_sources() -> Iterable[str]:
+    try:
+        from IPython import get_ipython
+    except ImportError:
+        return []
+    shell = get_ipython()  # type: ignore[no-untyped-call]
+    return [] if shell is None else list(shell.history_manager.input_hist_raw)
+
+
+def _assigned(source: str) -> list[str]:
+    names = []
+    for node in ast.parse(source).body:
+        targets = (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AnnAssign)
+            else []
+        )
+        names += [target.id for target in targets if isinstance(target, ast.Name)]
+    return names

@@ -1,0 +1,134 @@
+"""Sentences that read results: what a notebook says under a table or a figure.
+
+Everything here is computed from the results at hand; nothing is said that they do not show.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from syncbn_lab.cases import Case
+from syncbn_lab.run import RunResult
+
+
+class Sentence(str):
+    """Text that a notebook renders as Markdown."""
+
+    __slots__ = ()
+
+    def _repr_markdown_(self) -> str:
+        return str(self)
+
+
+def outcome(result: RunResult, case: Case | None) -> Sentence:
+    """Read the run: what happened, and how near it is to the report."""
+    if case is None:
+        return Sentence(f"**{_outcome(result)}.** {result.reason} This is a control.")
+    parts = [f"**{_outcome(result)}.** {result.reason}"]
+    if result.message:
+        parts.append(f"Message ({result.source}): `{result.message}`.")
+        parts.append(f"It matches the reported message: **{result.messages_match}**.")
+    return Sentence(" ".join(parts))
+
+
+def place(result: RunResult) -> Sentence:
+    """Read the place: which operands the failing statement had, and what refused them."""
+    if result.place is None:
+        return Sentence(f"Nothing was raised, so there is no place to show. {result.reason}")
+    operands = result.place["operands"]
+    kinds: dict[str, list[str]] = {}
+    for name, tensor in operands.items():
+        kinds.setdefault(tensor["dtype"], []).append(f"`{name}`")
+    held = "; ".join(f"{', '.join(names[:4])} {dtype}" for dtype, names in kinds.items())
+    text = f"The error stands at **{result.file} line {result.line}**"
+    if result.traceback_line not in (None, result.line):
+        text += f" (this Python's traceback says {result.traceback_line})"
+    if result.module:
+        text += f", in layer `{result.module}`"
+    return Sentence(text + (f". It held {held}." if held else "."))
+
+
+def today(result: RunResult, now: RunResult) -> Sentence:
+    """Read the same experiment under today's rules: what is cast, what it costs, what breaks."""
+    casts = now.silent_casts
+    backward = sum(cast["gradient_index"] is not None for cast in casts)
+    torch = now.environment.get("torch", "today's torch")
+    text = f"Under the rules of torch {torch} itself: **{_outcome(now)}**. "
+    if casts:
+        text += (
+            f"Where torch 1.2 would have refused, {len(casts)} operations went through without a "
+            f"word, {backward} of them gradients that the autograd engine cast. "
+        )
+    else:
+        text += "torch 1.2 would have refused nothing on the way. "
+    if now.message:
+        where = f" in layer `{now.module}`" if now.module else ""
+        text += f"It breaks later, in {now.phase}{where}: `{now.message}`."
+    elif now.findings:
+        text += f"It costs: {now.findings[0]}."
+    elif now.outcome == "completed":
+        text += "Every layer stays within its error budget, so it costs nothing here."
+    if result.outcome == "reproduced" and now.outcome == "completed":
+        text += " The error is gone; that is not the same as being right."
+    return Sentence(text)
+
+
+def control(result: RunResult) -> Sentence:
+    """Read the control: does the same configuration work without synchronized batch norm?"""
+    layer = result.experiment.implementation
+    if result.outcome == "completed":
+        said = f"The same configuration with `{layer}`: completed, {result.verdict}"
+        return Sentence(said + (f": {result.findings[0]}." if result.findings else "."))
+    return Sentence(f"The same configuration with `{layer}`: {_outcome(result)}. {result.reason}")
+
+
+def showed(record: dict[str, Any]) -> Sentence:
+    """Sum up a recorded run: at most five sentences, most important first."""
+    keep = record["keep_batchnorm_fp32"]
+    configuration = record["opt_level"] + (f" + keep_batchnorm_fp32={keep}" if keep else "")
+    lines = []
+    name = f"{configuration} with `{record['implementation']}`"
+    if record["revision"]:
+        name += f" at revision `{record['revision']}`"
+    if record["case"] is None:
+        lines.append(f"**{name} is a control: {record['outcome']}, {record['verdict']}.**")
+    elif record["outcome"] == "reproduced":
+        lines.append(
+            f"**The reported error happens: {name}, in {record['phase']}, at "
+            f"{Path(record['file'] or '').name} line {record['line']}; message "
+            f"{record['messages_match']}, {record['source']}.**"
+        )
+    else:
+        lines.append(f"**The reported error does not happen so: {name}: {record['outcome']}.**")
+    if record["message"] and record["outcome"] != "reproduced":
+        lines.append(f"What was raised instead: `{record['message']}` ({record['source']}).")
+    now = record["today"]
+    if now["message"]:
+        lines.append(f"Today's torch fails elsewhere, in {now['phase']}: `{now['message']}`.")
+    else:
+        lines.append(
+            f"Today's torch: {now['outcome']}, {now['verdict']}, {now['silent_casts']} silent "
+            f"casts{': ' + now['findings'][0] if now['findings'] else ''}."
+        )
+    plain = record["control"]
+    lines.append(f"Plain batch norm in its place: {plain['outcome']}, {plain['verdict']}.")
+    if record["fixed_outcome"] is None:
+        lines.append("A layer of this kit that works in this configuration: not there yet.")
+    return Sentence("\n".join(f"- {line}" for line in lines))
+
+
+def real_torch12() -> Sentence:
+    """Say what was and what was not run on a real torch 1.2."""
+    return Sentence(
+        "> **What was run on a real torch 1.2, and what was not.** A message marked `raised by "
+        "our rule` is torch 1.2's wording, raised on today's torch by this kit. The rules behind "
+        "it were seen on a real torch 1.2.0 on a CPU, for the pair (float, double); there the "
+        "three reported errors appear with that pair in place of (half, float). Half arithmetic "
+        "on CUDA was never run on a real torch 1.2 by this project: for it the evidence is the "
+        "same rule, and the report's own text."
+    )
+
+
+def _outcome(result: RunResult) -> str:
+    return f"completed, {result.verdict}" if result.outcome == "completed" else result.outcome

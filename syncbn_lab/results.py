@@ -1,0 +1,169 @@
+"""Results recorded into a notebook as it runs, and read back from the executed file.
+
+A record is one JSON object in a cell's output, under a media type of the kit's own beside a
+plain text form, so that it travels with the notebook and no viewer shows it twice.
+"""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from syncbn_lab.errors import InputError
+from syncbn_lab.params import Parameters
+from syncbn_lab.run import RunResult
+
+MEDIA_TYPE = "application/vnd.syncbn-lab.results+json"
+NOT_OURS = "holds no results of this kit; run it with papermill first"
+
+
+def reproduction(
+    parameters: Parameters, result: RunResult, today: RunResult, control: RunResult
+) -> dict[str, Any]:
+    """What repro.ipynb showed, as one flat table of plain values.
+
+    Fields that speak of a report are None for a control, where nothing was reported.
+    """
+    case = parameters.case
+    experiment = result.experiment
+    environment = result.environment or today.environment
+    return {
+        "case": case.case if case else None,
+        "opt_level": experiment.opt_level,
+        "keep_batchnorm_fp32": experiment.keep_batchnorm_fp32,
+        "implementation": experiment.implementation,
+        "revision": experiment.revision if experiment.implementation == "apex" else None,
+        "rules": experiment.rules,
+        "device": experiment.device,
+        "world_size": experiment.world_size,
+        "model": experiment.model,
+        "seed": experiment.seed,
+        "outcome": result.outcome,
+        "reason": result.reason,
+        "verdict": result.verdict,
+        "findings": result.findings,
+        "phase": result.phase,
+        "file": result.file,
+        "line": result.line,
+        "traceback_line": result.traceback_line,
+        "module": result.module,
+        "error_type": result.error_type,
+        "expected_message": case.seen if case else None,
+        "message": result.message,
+        "source": result.source,
+        "messages_match": result.messages_match if case else None,
+        "dtypes": result.dtypes,
+        "today": {
+            "outcome": today.outcome,
+            "verdict": today.verdict,
+            "message": today.message,
+            "module": today.module,
+            "phase": today.phase,
+            "file": today.file,
+            "line": today.line,
+            "silent_casts": len(today.silent_casts),
+            "findings": today.findings,
+        },
+        "control": {
+            "implementation": control.experiment.implementation,
+            "outcome": control.outcome,
+            "verdict": control.verdict,
+            "message": control.message,
+        },
+        # The kit's own layer is not there yet; nothing can be said for it.
+        "fixed_outcome": None,
+        "apex": environment.get("apex"),
+        "torch": environment.get("torch"),
+        "python": environment.get("python"),
+        "input": environment.get("input"),
+        "stand_ins": environment.get("stand_ins"),
+    }
+
+
+def record(results: dict[str, Any]) -> None:
+    """Record results into the running notebook; outside one, print them as JSON."""
+    text = json.dumps(results, indent=1)
+    try:
+        from IPython import get_ipython
+        from IPython.display import display
+    except ImportError:
+        print(text)
+        return
+    if get_ipython() is None:  # type: ignore[no-untyped-call]
+        print(text)
+        return
+    plain = f"{len(results)} results recorded; `python -m syncbn_lab results FILE` reads them back."
+    display({MEDIA_TYPE: results, "text/plain": plain}, raw=True)  # type: ignore[no-untyped-call]
+
+
+def read_results(path: str | Path) -> dict[str, Any]:
+    """Read what an executed notebook recorded.
+
+    Raises
+    ------
+    InputError
+        When the file is not there, is not a notebook, or was not executed to its end.
+    """
+    file = Path(path)
+    try:
+        notebook = json.loads(file.read_text(encoding="utf-8"))
+        cells = notebook["cells"]
+    except FileNotFoundError as error:
+        raise InputError(f"{path} does not exist.") from error
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path} can't be read as a notebook: {error}.") from error
+    for cell in reversed(cells):
+        for output in cell.get("outputs", []):
+            found = output.get("data", {}).get(MEDIA_TYPE)
+            if found is not None:
+                return found
+    raise InputError(f"{path} {NOT_OURS}.")
+
+
+def summary_row(results: dict[str, Any]) -> dict[str, str]:
+    """One run as the row that `make repro` prints."""
+    today = results["today"]
+    keep = results["keep_batchnorm_fp32"]
+    place = f"{results['file']}:{results['line']}" if results["file"] else "–"
+    then = today["outcome"]
+    if today["message"]:
+        then += f": {today['message']}"
+        if today["module"]:
+            then += f" (in {today['module']})"
+    else:
+        then += f", {today['verdict']}; {today['silent_casts']} silent casts"
+    return {
+        "configuration": results["opt_level"]
+        + ("" if keep is None else f" + keep_batchnorm_fp32={keep}"),
+        "outcome": results["outcome"]
+        + ("" if results["verdict"] == "not judged" else f", {results['verdict']}"),
+        "reported message": results["expected_message"] or "–",
+        "message seen": results["message"] or "–",
+        "its source": results["source"] or "–",
+        "place": f"{results['phase']}, {place}" if results["phase"] else "–",
+        "match": results["messages_match"] or "–",
+        "today's torch": then,
+    }
+
+
+def text_table(rows: list[dict[str, str]], width: int = 118) -> str:
+    """Runs as one plain text table: a column a run, its cells wrapped to share the width."""
+    if not rows:
+        return ""
+    names = list(rows[0])
+    label = max(len(name) for name in names)
+    column = (width - label - 3 * len(rows)) // len(rows)
+    rule = "─" * label + "".join("─┼─" + "─" * column for _ in rows)
+    lines = []
+    for name in names:
+        cells = [textwrap.wrap(row[name], column) or [""] for row in rows]
+        for i in range(max(len(cell) for cell in cells)):
+            left = name if i == 0 else ""
+            parts = [cell[i] if i < len(cell) else "" for cell in cells]
+            lines.append(
+                f"{left:<{label}}" + "".join(f" │ {part:<{column}}" for part in parts)
+            )
+        lines.append(rule)
+    return "\n".join(line.rstrip() for line in lines[:-1])

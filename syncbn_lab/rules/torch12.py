@@ -1,0 +1,363 @@
+"""``torch12_rules()``: today's torch made to obey torch 1.2's dtype rules.
+
+>>> import torch
+>>> with torch12_rules():
+...     torch.ones(3, dtype=torch.half) + torch.ones(3)
+Traceback (most recent call last):
+    ...
+syncbn_lab.rules.violations.Torch12RuleError: expected device cpu and dtype Float but got ...
+
+Three layers work together, because none sees everything:
+
+- a **dispatch mode** sees every operation with its operands before promotion;
+- a **function mode** sees what today's torch would refuse earlier in words of its own
+  (convolutions with a bias, prelu, ``.grad = …``) and Python-level formulas that have changed;
+- **autograd** (``gradients.py``): the engine's silent cast of a gradient.
+
+What is not reached:
+
+- ``i64[3] * f32[]`` where the 0-dim tensor requires grad: torch 1.2 gave int64, here autograd
+  has already decided on a floating result when the mode is asked, and today's dtype stays;
+- code that leaves the thread (a thread of one's own, DataParallel): modes are per thread. The
+  engine's worker threads inherit them;
+- values: where torch 1.2 computed another number with the same dtype, today's number stays;
+- convolutions and prelu inside ``torch.autograd.grad`` keep today's wording, since that
+  function runs with the function mode switched off;
+- code compiled by ``torch.compile``.
+
+Half on CUDA was never run on a real torch 1.2 here: what was recorded is the pair (float,
+double) on a CPU; half is that rule applied, confirmed by the report's own text. bfloat16
+hardly existed in torch 1.2 (storage, few operations); it is given half's rules.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import InputError
+from . import checks, gradients
+from .adapt import adapted, reversed_division
+from .describe import basis_of
+from .table import TABLE, Plan, bind, plan_for
+from .violations import (
+    Finding,
+    Torch12RuleError,
+    Violation,
+    describe_operands,
+    short_name,
+    tensors_in,
+    user_frame,
+)
+
+_TO_COPY = torch.ops.aten._to_copy.default
+_PLANS: dict[Any, Plan | None] = {}
+
+
+class Rules:
+    """What one ``with torch12_rules()`` yields: the violations noted so far, in order."""
+
+    def __init__(self, on_violation: str) -> None:
+        self.on_violation = on_violation
+        self.violations: list[Violation] = []
+        self._noted_above: str | None = None
+
+    @property
+    def raising(self) -> bool:
+        """Whether a violation raises; otherwise it is only noted."""
+        return self.on_violation == "raise"
+
+    def report(
+        self,
+        rule: str,
+        operation: str,
+        finding: Finding,
+        operands: list[torch.Tensor],
+        *,
+        result: Any = None,
+        result_dtype: torch.dtype | None = None,
+        index: int | None = None,
+        backward: bool | None = None,
+    ) -> Torch12RuleError:
+        """Note a violation; the error is for the caller to raise, or not."""
+        frame = user_frame()
+        produced = tensors_in([result] if isinstance(result, torch.Tensor) else result or ())
+        shapes = produced or operands
+        if backward is None:
+            backward = torch._C._current_autograd_node() is not None
+        if produced:
+            result_dtype = produced[0].dtype
+        violation = Violation(
+            rule=rule,
+            operation=operation,
+            message=finding.message,
+            operands=describe_operands(operands),
+            result_dtype=short_name(result_dtype),
+            phase="backward" if backward else "forward",
+            file=frame.f_code.co_filename if frame else None,
+            line=frame.f_lineno if frame else None,
+            gradient_index=index,
+            expected=short_name(finding.expected),
+            got=short_name(finding.got),
+            numel=max((t.numel() for t in shapes), default=0),
+        )
+        self.violations.append(violation)
+        return Torch12RuleError(violation, basis_of(rule))
+
+
+class _DispatchRules(TorchDispatchMode):
+    """The layer that sees operations."""
+
+    def __init__(self, rules: Rules) -> None:
+        super().__init__()
+        self.rules = rules
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Else every call goes through torch._dynamo, which takes seconds to import.
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        try:
+            plan = _PLANS[func]
+        except KeyError:
+            plan = _PLANS[func] = plan_for(func)
+        if plan is None:
+            if func is _TO_COPY:
+                self._engine_cast(args[0], kwargs)
+            return func(*args, **kwargs)
+        if plan.plain(args, kwargs):
+            return func(*args, **kwargs)
+        return self._governed(plan, func, args, kwargs)
+
+    def _governed(self, plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation whose dtypes differ or are not floating."""
+        rules = self.rules
+        if rules._noted_above == plan.rule or gradients.in_todays_own_formula():
+            return func(*args, **kwargs)
+        arguments = plan.arguments(args, kwargs)
+        finding = plan.check(plan, arguments)
+        if finding is None:
+            if rules.raising:
+                func, args, kwargs = adapted(plan, func, args, kwargs)
+            return func(*args, **kwargs)
+        operands = tensors_in((*args, *kwargs.values()))
+        if rules.raising:
+            today = _today(plan, operands)
+            raise rules.report(plan.rule, plan.operation, finding, operands, result_dtype=today)
+        result = func(*args, **kwargs)
+        rules.report(plan.rule, plan.operation, finding, operands, result=result)
+        return result
+
+    def _engine_cast(self, tensor: torch.Tensor, kwargs: Any) -> None:
+        found = gradients.engine_cast(tensor, kwargs)
+        if found is None:
+            return
+        finding, operation, index = found
+        error = self.rules.report(
+            "gradient",
+            operation,
+            finding,
+            [tensor],
+            result_dtype=finding.expected,
+            index=index,
+            backward=True,
+        )
+        if self.rules.raising:
+            raise error
+
+
+def _today(plan: Plan, operands: list[torch.Tensor]) -> torch.dtype | None:
+    """The dtype that today's torch gives to an elementwise operation, without running it."""
+    if plan.rule == "comparison":
+        return torch.bool
+    if plan.rule not in ("elementwise", "elementwise-same", "pow", "where", "cat"):
+        return None
+    if plan.in_place:
+        return operands[0].dtype
+    operands = [t for t in operands if plan.base != "where" or t.dtype != torch.bool]
+    if not operands:
+        return None
+    dtype = operands[0].dtype
+    for tensor in operands[1:]:
+        dtype = torch.result_type(torch.empty((1,), dtype=dtype), tensor)
+    return dtype
+
+
+class _FunctionRules(TorchFunctionMode):
+    """The layer that sees Python-level functions."""
+
+    def __init__(self, rules: Rules) -> None:
+        super().__init__()
+        self.rules = rules
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(getattr(func, "__name__", ""))
+        if handler is None:
+            return func(*args, **kwargs)
+        return handler(self, func, args, kwargs)
+
+
+Handler = Callable[[_FunctionRules, Any, tuple[Any, ...], Any], Any]
+
+
+def _checked(base: str, names: list[str]) -> Handler:
+    """Judge a function by a row of the table before today's torch looks at it."""
+    plan = bind(TABLE[base], base, base, False, names, names)
+
+    def handler(mode: _FunctionRules, func: Any, args: Any, kwargs: Any) -> Any:
+        rules = mode.rules
+        arguments = plan.arguments(args, kwargs)
+        tensors = tensors_in(arguments.get(name) for name in names)
+        if (
+            not tensors
+            or plan.plain(args, kwargs)
+            or torch.is_autocast_enabled(tensors[0].device.type)  # casts below this layer
+            or gradients.in_todays_own_formula()
+        ):
+            return func(*args, **kwargs)
+        finding = plan.check(plan, arguments)
+        if finding is None:
+            return func(*args, **kwargs)
+        operation = getattr(func, "__name__", base)
+        if rules.raising:
+            raise rules.report(plan.rule, operation, finding, tensors)
+        before, rules._noted_above = rules._noted_above, plan.rule
+        result = None
+        try:
+            result = func(*args, **kwargs)
+        finally:
+            rules._noted_above = before
+            rules.report(plan.rule, operation, finding, tensors, result=result)
+        return result
+
+    return handler
+
+
+def _backward(mode: _FunctionRules, func: Any, args: Any, kwargs: Any) -> Any:
+    """Tensor.backward switches function modes off; the engine must see this one again."""
+
+    if func is not torch.Tensor.backward:
+        return func(*args, **kwargs)
+
+    def backward(
+        self: torch.Tensor,
+        gradient: Any = None,
+        retain_graph: Any = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
+
+    with mode:
+        return backward(*args, **kwargs)
+
+
+def _reversed(mode: _FunctionRules, func: Any, args: Any, kwargs: Any) -> Any:
+    """number / tensor and number ** tensor of an integer tensor stayed integer."""
+    tensor = args[0]
+    if not mode.rules.raising or tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return func(*args, **kwargs)
+    if isinstance(args[1], torch.Tensor):
+        return func(*args, **kwargs)
+    return reversed_division(tensor, args[1])
+
+
+def _set(mode: _FunctionRules, func: Any, args: Any, kwargs: Any) -> Any:
+    """tensor.grad = value."""
+    if func == _GRAD_SETTER:
+        finding = gradients.assigned_gradient(*args)
+        if finding is not None:
+            error = mode.rules.report(
+                "gradient", "grad", finding, tensors_in(args), backward=False
+            )
+            if mode.rules.raising:
+                raise error
+    return func(*args, **kwargs)
+
+
+_GRAD_SETTER = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+_HANDLERS: dict[str, Handler] = {
+    **{
+        f"conv{transposed}{dims}d": _checked("convolution", ["input", "weight", "bias"])
+        for dims in (1, 2, 3)
+        for transposed in ("", "_transpose")
+    },
+    "prelu": _checked("prelu", ["input", "weight"]),
+    "linear": _checked("linear", ["input", "weight", "bias"]),
+    "bilinear": _checked("bilinear", ["input1", "input2", "weight", "bias"]),
+    "tensordot": _checked("mm", ["self", "mat2"]),
+    "ger": _checked("ger", ["self", "vec2"]),
+    "cosine_similarity": _checked("cosine_similarity", ["x1", "x2"]),
+    "l1_loss": _checked("l1_loss", ["input", "target"]),
+    "soft_margin_loss": _checked("soft_margin_loss", ["input", "target"]),
+    "cosine_embedding_loss": _checked("cosine_embedding_loss", ["input1", "input2", "target"]),
+    "backward": _backward,
+    "__rdiv__": _reversed,
+    "__rtruediv__": _reversed,
+    "__set__": _set,
+}
+
+
+def _function_returned(node: Any, returned: Any) -> None:
+    """Tell every set of rules in force on this thread, the innermost first."""
+    stack = [
+        torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())
+    ]
+    in_force = [mode for mode in reversed(stack) if isinstance(mode, _DispatchRules)]
+    if not in_force:
+        return
+    for finding, gradient, index in gradients.function_findings(node, returned):
+        for mode in in_force:
+            error = mode.rules.report(
+                "gradient",
+                node.name(),
+                finding,
+                [gradient],
+                result_dtype=finding.expected,
+                index=index,
+                backward=True,
+            )
+            if mode.rules.raising:
+                raise error
+
+
+_WATCH = gradients.ApplyWatch()
+
+
+@contextlib.contextmanager
+def torch12_rules(*, on_violation: str = "raise") -> Iterator[Rules]:
+    """Obey torch 1.2's dtype rules, as on CUDA, in the body of the ``with`` statement.
+
+    Args:
+        on_violation: ``raise`` (the default): what torch 1.2 refused raises
+            ``Torch12RuleError`` with its words, and what it allowed gives its result dtype.
+            ``record``: today's own rules stay in force entirely; every violation is noted, in
+            order, in ``.violations`` of the yielded object.
+
+    Raises:
+        InputError: ``on_violation`` is something else.
+
+    Explicit conversions (``x.to(dtype)``, ``.half()``, ``copy_``, autocast's casts) are always
+    allowed, indices are never judged. The module's docstring says what is out of reach.
+    """
+    if on_violation not in ("raise", "record"):
+        raise InputError(f"on_violation must be 'raise' or 'record', not {on_violation!r}.")
+    rules = Rules(on_violation)
+    _WATCH.start(_function_returned)
+    try:
+        with _FunctionRules(rules), _DispatchRules(rules):
+            yield rules
+    finally:
+        _WATCH.stop()

@@ -1,0 +1,371 @@
+"""Run an experiment in a fresh child of the warm parent, and say what happened.
+
+This process needs no torch: it talks to the warm parent over a pipe, and everything that comes
+back is plain data.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from syncbn_lab.cases import NO, Case, match_message, reported_for
+from syncbn_lab.errors import InputError
+from syncbn_lab.experiment import Experiment, experiment_from_dict
+from syncbn_lab.implementations.apex import require_apex
+
+OUTCOMES = (
+    "reproduced",
+    "completed",
+    "different error",
+    "died",
+    "timed out",
+    "not runnable here",
+    "not applicable",
+)
+SCHEMA = 1
+"""Version of ``RunResult.to_dict``."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """What one run showed."""
+
+    experiment: Experiment
+    outcome: str
+    """One of ``OUTCOMES``. `reproduced`: the error that was reported for this configuration was
+    raised, with its message, in its phase and at its place."""
+    reason: str
+    """The outcome in a sentence."""
+    verdict: str
+    """`right`, `degraded`, `wrong`, or `not judged` for a run that did not complete."""
+    findings: list[str] = dataclasses.field(default_factory=list)
+    """What the verdict rests on, worst first; empty when everything is right."""
+    error_type: str | None = None
+    message: str | None = None
+    source: str | None = None
+    """`raised by torch X`, or `raised by our rule`."""
+    file: str | None = None
+    line: int | None = None
+    """Counted by statement, as Python 3.6 and 3.7 report it."""
+    traceback_line: int | None = None
+    """What this Python's own traceback says."""
+    place: dict[str, Any] | None = None
+    """The whole place: function, statement and its lines, operands, a note on the line."""
+    module: str | None = None
+    """Module path of the layer whose forward raised."""
+    phase: str | None = None
+    dtypes: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """Dtype, device and shape by role: input, mean, running_mean, weight, grad_input…"""
+    messages_match: str | None = None
+    """`verbatim`, `but for the device`, `but for the dtype pair`, `no`; None for a control."""
+    case: str | None = None
+    """The case that was reported for this configuration; None for a control."""
+    layers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """Every batch norm layer against the oracle."""
+    silent_casts: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """Under today's rules: what torch 1.2 would have refused, in order."""
+    trace: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """Every call of a function of the layer's files, with the tensors it held."""
+    nodes: list[str] = dataclasses.field(default_factory=list)
+    """Names of the autograd nodes behind the loss: which code really ran."""
+    output_dtype: str | None = None
+    loss: float | None = None
+    environment: dict[str, Any] = dataclasses.field(default_factory=dict)
+    traceback: str | None = None
+    log: str = ""
+    """The end of what the child printed."""
+    source_text: str | None = None
+    """The layer's source at its revision, where it has one."""
+    seconds: float = 0.0
+    """From fork to verdict."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, ready for JSON, with the schema's version."""
+        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+
+    def sentence(self) -> str:
+        """Return the run in one line."""
+        verdict = f", {self.verdict}" if self.outcome == "completed" else ""
+        return f"{self.experiment.describe()}: {self.outcome}{verdict}. {self.reason}"
+
+
+def result_from_dict(fields: dict[str, Any]) -> RunResult:
+    """Make a result of what ``to_dict`` gave; another schema is an InputError."""
+    fields = dict(fields)
+    schema = fields.pop("schema", None)
+    if schema != SCHEMA:
+        raise InputError(f"this result has schema {schema}; this version reads schema {SCHEMA}.")
+    return RunResult(**{**fields, "experiment": experiment_from_dict(fields["experiment"])})
+
+
+def run(experiment: Experiment) -> RunResult:
+    """Run one experiment; whatever happens in the child becomes an outcome.
+
+    Raises
+    ------
+    InputError
+        Before any work starts: apex is needed and is not there or is another package.
+    """
+    if experiment.needs_apex:
+        require_apex()
+    reply = _parent().ask({"experiment": experiment.to_dict()})
+    return _interpret(experiment, reply)
+
+
+def machine() -> dict[str, Any]:
+    """What torch finds here, asked in a child: ``torch``, ``cuda_available``, ``devices``…"""
+    return _parent().ask({"machine": True})
+
+
+def start() -> None:
+    """Start the warm parent in the background, so that the first run need not wait for torch."""
+    _parent()
+
+
+def require_device(device: str) -> None:
+    """Refuse a device that is not there, in one sentence, before any experiment starts."""
+    if device == "cpu":
+        return
+    found = machine()
+    if found.get("cuda_available"):
+        return
+    raise InputError(
+        f"device is {device!r}, but torch {found.get('torch', '')} sees no GPU here; allowed here "
+        "is cpu (`python -m syncbn_lab doctor` says why)."
+    )
+
+
+def _interpret(experiment: Experiment, reply: dict[str, Any]) -> RunResult:
+    if "ranks" not in reply:
+        raise RuntimeError(f"the warm parent failed:\n{reply.get('message')}")
+    rank = _telling_rank(reply["ranks"])
+    status = rank["status"]
+    common: dict[str, Any] = {
+        "experiment": experiment,
+        "verdict": "not judged",
+        "environment": rank.get("environment", {}),
+        "log": rank.get("log", ""),
+        "seconds": reply["seconds"],
+    }
+    if status == "broken":
+        raise RuntimeError(f"the kit itself failed in the child process:\n{rank['message']}")
+    if status == "not runnable":
+        return RunResult(outcome="not runnable here", reason=rank["message"], **common)
+    if status == "timed out":
+        reason = f"The run was ended after {experiment.time_limit:g} s."
+        return RunResult(outcome="timed out", reason=reason, **common)
+    if status not in ("raised", "completed"):
+        return RunResult(outcome="died", reason=f"The child {status}.", **common)
+
+    common.update(
+        dtypes=rank["dtypes"],
+        silent_casts=rank["silent_casts"],
+        trace=rank["frames"],
+        nodes=rank["nodes"],
+        source_text=rank["source_text"],
+    )
+    case, unread = _case_for(experiment)
+    common["case"] = case.case if case else None
+    if status == "raised":
+        return _raised(experiment, rank, case, unread, common)
+
+    judged = reply.get("verdict")
+    if judged is None:
+        raise RuntimeError(f"the judging child failed:\n{reply.get('judge_log')}")
+    common.update(
+        verdict=judged["verdict"],
+        findings=judged["findings"],
+        layers=judged["layers"],
+        output_dtype=rank["output_dtype"],
+        loss=rank["loss"],
+        messages_match=NO if case else None,
+    )
+    reason = "It ran to the end"
+    if case:
+        reason += ", where the reported run raised an error"
+    if judged["findings"]:
+        reason += f"; {judged['findings'][0]}"
+    return RunResult(outcome="completed", reason=f"{reason}.", **common)
+
+
+def _raised(
+    experiment: Experiment,
+    rank: dict[str, Any],
+    case: Case | None,
+    unread: str | None,
+    common: dict[str, Any],
+) -> RunResult:
+    place = rank["place"] or {}
+    match = match_message(case.seen, rank["message"]) if case else None
+    where = f"{_short(place.get('file'))} line {place.get('line')}" if place else "torch itself"
+    in_module = f" in layer {rank['module']}" if rank["module"] else ""
+    if case is None:
+        outcome = "different error"
+        reason = f"An error was raised in {rank['phase']}{in_module}, {where}; "
+        reason += unread or "none was reported for this configuration"
+    elif match != NO and _same_place(case, rank["phase"], place):
+        outcome = "reproduced"
+        reason = f"The reported error was raised in {rank['phase']}, {where}"
+    else:
+        outcome = "different error"
+        reason = (
+            f"An error was raised in {rank['phase']}{in_module}, {where}; it is not the one "
+            f"reported as {case.case}"
+        )
+    return RunResult(
+        outcome=outcome,
+        reason=f"{reason}.",
+        error_type=rank["error_type"],
+        message=rank["message"],
+        source=rank["source"],
+        file=_short(place.get("file")),
+        line=place.get("line"),
+        traceback_line=place.get("traceback_line"),
+        place=rank["place"],
+        module=rank["module"],
+        phase=rank["phase"],
+        messages_match=match,
+        traceback=rank["traceback"],
+        **common,
+    )
+
+
+def _same_place(case: Case, phase: str, place: dict[str, Any]) -> bool:
+    if case.phase and case.phase != phase:
+        return False
+    if case.file is None:
+        return True
+    same_file = Path(place.get("file") or "").name == Path(case.file).name
+    return same_file and case.line in (None, place.get("line"))
+
+
+def _case_for(experiment: Experiment) -> tuple[Case | None, str | None]:
+    """The reported case, or why none could be looked up: the core runs without PyYAML."""
+    try:
+        return reported_for(experiment), None
+    except InputError as error:
+        return None, f"no reported case was looked up: {error}".rstrip(".")
+
+
+def _telling_rank(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rank that says most about what happened: one that raised before one that was ended."""
+    order = ("broken", "raised", "not runnable", "died", "timed out", "completed")
+
+    def key(rank: dict[str, Any]) -> int:
+        status = rank["status"]
+        if status.startswith("died: ended after"):
+            return len(order)
+        return next((i for i, s in enumerate(order) if status.startswith(s)), 3)
+
+    return min(ranks, key=key)
+
+
+def _short(file: str | None) -> str | None:
+    """A path from its package on: "apex/parallel/sync_batchnorm.py", whatever lies before."""
+    if not file:
+        return None
+    parts = Path(file).parts
+    for package in ("apex", "torch", "syncbn_lab"):
+        if package in parts:
+            last = len(parts) - 1 - parts[::-1].index(package)
+            return "/".join(parts[last:])
+    return parts[-1]
+
+
+class _WarmParent:
+    """The client's end of the warm parent."""
+
+    def __init__(self) -> None:
+        package = str(Path(__file__).resolve().parents[1])
+        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "syncbn_lab.warm"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # The caller's folder must not shadow torch or apex with a file of that name.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"},
+        )
+        self._errors: list[str] = []
+        self._drain = threading.Thread(target=self._read_errors, daemon=True)
+        self._drain.start()
+        self._ready: dict[str, Any] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Send one request and wait for its reply; one at a time."""
+        with self._lock:
+            if self._ready is None:
+                self._ready = self._receive()
+            assert self._process.stdin is not None
+            try:
+                self._process.stdin.write(json.dumps(request) + "\n")
+                self._process.stdin.flush()
+            except BrokenPipeError:
+                self._fail()
+            return self._receive()
+
+    def close(self) -> None:
+        """End the warm parent, and with it any child still at work."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                if stream is not None:
+                    stream.close()
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._fail()
+        return json.loads(line)
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        with contextlib.suppress(ValueError):
+            for line in self._process.stderr:
+                self._errors.append(line)
+                del self._errors[:-200]
+
+    def _fail(self) -> None:
+        self._process.wait()
+        self._drain.join(1.0)
+        said = "".join(self._errors).strip()
+        last = said.splitlines()[-1] if said else f"exit code {self._process.returncode}"
+        raise RuntimeError(
+            f"the process that runs experiments ended: {last}\n{said}\n"
+            "(`python -m syncbn_lab doctor` checks this installation.)"
+        )
+
+
+_PARENT: _WarmParent | None = None
+_PARENT_LOCK = threading.Lock()
+
+
+def _parent() -> _WarmParent:
+    global _PARENT
+    with _PARENT_LOCK:
+        if _PARENT is None or not _PARENT.alive:
+            if not hasattr(os, "fork"):
+                raise InputError(
+                    "experiments run in forked processes, which this system does not have; "
+                    "allowed are Linux and macOS (on Windows, its Linux subsystem)."
+                )
+            _PARENT = _WarmParent()
+            atexit.register(_PARENT.close)
+        return _PARENT

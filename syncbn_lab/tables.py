@@ -1,0 +1,180 @@
+"""Frames for notebooks, made of results; nothing here runs anything."""
+
+from __future__ import annotations
+
+import html
+from typing import Any
+
+import pandas as pd
+
+from syncbn_lab.cases import Case
+from syncbn_lab.run import RunResult
+
+ROLES = (
+    ("input", "input of the layer"),
+    ("mean", "batch mean"),
+    ("running_mean", "running mean"),
+    ("running_var", "running variance"),
+    ("weight", "weight"),
+    ("output", "output of the layer"),
+    ("grad_output", "gradient received (grad_output)"),
+    ("grad_input", "gradient returned for the input"),
+    ("grad_weight", "gradient returned for the weight"),
+)
+
+
+def reported(case: Case | None) -> pd.DataFrame:
+    """What was reported, a row a fact; one row that says so for a control."""
+    if case is None:
+        rows = {"reported": "nothing: this configuration is a control"}
+    else:
+        place = f"{case.file} line {case.line}" if case.file else "raised by the autograd engine"
+        made_of = ", ".join(f"{name} {version}" for name, version in case.environment.items())
+        rows = {
+            "report": f"{case.title} ({case.report}, {case.date})",
+            "environment": made_of or "not said",
+            "message": case.seen,
+            "where": f"{case.phase}, {place}",
+            "cause": case.cause,
+            "cure": case.cure,
+        }
+    return pd.DataFrame({"": rows})
+
+
+def runs(**results: RunResult) -> pd.DataFrame:
+    """Runs side by side, a column each: outcome, verdict, message, place."""
+    columns = {}
+    for name, result in results.items():
+        columns[name.replace("_", " ")] = {
+            "rules": result.experiment.rules,
+            "layer": result.experiment.implementation,
+            "outcome": result.outcome,
+            "verdict": result.verdict,
+            "message": result.message or "–",
+            "source": result.source or "–",
+            "phase": result.phase or "–",
+            "place": f"{result.file} line {result.line}" if result.file else "–",
+            "in layer": result.module or "–",
+            "worst finding": result.findings[0] if result.findings else "–",
+        }
+    return pd.DataFrame(columns)
+
+
+def dtypes(**results: RunResult) -> pd.DataFrame:
+    """Dtype and device of the layer's tensors by role, a pair of columns a run."""
+    columns: dict[str, dict[str, str]] = {}
+    for name, result in results.items():
+        devices = {t["device"] for t in result.dtypes.values() if t.get("device")}
+        label = name.replace("_", " ") + (f" ({', '.join(sorted(devices))})" if devices else "")
+        columns[label] = {
+            said: result.dtypes[role]["dtype"] if role in result.dtypes else "–"
+            for role, said in ROLES
+        }
+    return pd.DataFrame(columns)
+
+
+def operands(result: RunResult) -> pd.DataFrame:
+    """The tensors of the failing statement, by the names it uses for them."""
+    found = (result.place or {}).get("operands", {})
+    return pd.DataFrame(
+        [
+            {"name": name, "dtype": t["dtype"], "device": t["device"], "shape": tuple(t["shape"])}
+            for name, t in found.items()
+        ],
+        columns=["name", "dtype", "device", "shape"],
+    ).set_index("name")
+
+
+def silent_casts(result: RunResult) -> pd.DataFrame:
+    """What torch 1.2 would have refused and today's torch did without a word, counted by place."""
+    rows = []
+    for cast in result.silent_casts:
+        if cast["gradient_index"] is None:
+            dtypes_in = " × ".join(dtype for dtype, _, _ in cast["operands"])
+            does = f"{dtypes_in} → {cast['result_dtype']}"
+        else:
+            does = f"gradient {cast['got']} → {cast['expected']}"
+        where = f"{_name(cast['file'])} line {cast['line']}" if cast["file"] else "autograd engine"
+        rows.append(
+            {
+                "phase": cast["phase"],
+                "operation": cast["operation"],
+                "what happens": does,
+                "where": where,
+                "values": cast["numel"],
+            }
+        )
+    columns = ["phase", "operation", "what happens", "where", "values"]
+    frame = pd.DataFrame(rows, columns=columns)
+    grouped = frame.groupby(columns[:4], sort=False, as_index=False)
+    return grouped.agg(times=("values", "size"), values=("values", "sum"))
+
+
+def layers(result: RunResult) -> pd.DataFrame:
+    """Every batch norm layer against the float64 oracle: worst error in ulp, and its budget."""
+    rows = [
+        {
+            "layer": layer["name"],
+            "quantity": comparison["quantity"],
+            "dtype": comparison["dtype"],
+            "worst error, ulp": comparison["worst_ulp"],
+            "share of its budget": comparison["budget_share"],
+            "share of the channel's scale": max(comparison["per_channel"], default=0.0),
+        }
+        for layer in result.layers
+        for comparison in layer["comparisons"]
+    ]
+    return pd.DataFrame(rows)
+
+
+class SourceView:
+    """The source around a place, with the failing statement marked."""
+
+    def __init__(self, result: RunResult, around: int = 6) -> None:
+        self._result = result
+        place = result.place or {}
+        text = result.source_text or ""
+        first, last = place.get("statement_lines", (0, 0))
+        lines = text.splitlines()
+        in_source = bool(place) and 0 < first <= len(lines) and _same_file(result)
+        self._rows: list[tuple[int, str, bool]] = []
+        if in_source:
+            for number in range(max(1, first - around), min(len(lines), last + around) + 1):
+                self._rows.append((number, lines[number - 1], first <= number <= last))
+        elif place:
+            statement = place.get("statement", "").splitlines()
+            self._rows = [(first + i, line, True) for i, line in enumerate(statement)]
+        self._note = place.get("note")
+        self._title = f"{result.file}" if result.file else "no statement to show"
+
+    def __str__(self) -> str:
+        rows = [f"{'>' if marked else ' '} {n:4} {line}" for n, line, marked in self._rows]
+        return "\n".join([self._title, *rows, *([self._note] if self._note else [])])
+
+    def _repr_html_(self) -> str:
+        rows = "".join(
+            f'<div style="{_MARKED if marked else ""}"><span style="opacity:.75">'
+            f"{'▶' if marked else ' '}{n:5} </span>{html.escape(line)}</div>"
+            for n, line, marked in self._rows
+        )
+        note = f"<p>{html.escape(self._note)}</p>" if self._note else ""
+        return (
+            f"<p><b>{html.escape(self._title)}</b></p>"
+            f'<pre style="overflow-x:auto;line-height:1.35">{rows}</pre>{note}'
+        )
+
+
+_MARKED = "border-left:4px solid #b45309;font-weight:bold;background:rgba(251,191,36,.18)"
+
+
+def source(result: RunResult, around: int = 6) -> SourceView:
+    """Show the source around the place of an error, at the revision that ran."""
+    return SourceView(result, around)
+
+
+def _same_file(result: RunResult) -> bool:
+    return _name(result.file) == "sync_batchnorm.py"
+
+
+def _name(path: Any) -> str:
+    return str(path or "").replace("\\", "/").rsplit("/", 1)[-1]

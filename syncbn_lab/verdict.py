@@ -1,0 +1,263 @@
+"""The verdict: are the numbers of a run right? Judged layer by layer against the oracle.
+
+"No exception" is never enough. Every batch norm layer of a completed run is compared with the
+float64 reference fed with the very inputs that the layer received, so errors made elsewhere in
+the network are not blamed on it:
+
+* `right`: the dtype contract is kept (the output has the input's dtype, each gradient that of
+  its tensor, running statistics keep theirs) and every value lies within the derived budget
+  (``numerics/budgets.py``);
+* `degraded`: a dtype changed, or a value lies outside its budget; the findings say what and by
+  how much;
+* `wrong`: a value that should be finite is not, or is off by more than a tenth of its channel's
+  scale (what was added up to make it): no longer an approximation of batch norm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from syncbn_lab import oracle
+from syncbn_lab.layers import LayerRecord
+from syncbn_lab.numerics.budgets import Budgets, batch_norm_budgets, with_rounding
+from syncbn_lab.numerics.formats import dtype_name, ulp
+
+WRONG_SHARE = 0.1
+"""An error above this share of the channel's scale is `wrong`, not `degraded`."""
+
+SEVERITY = ("right", "degraded", "wrong")
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One result of one layer against the oracle."""
+
+    quantity: str
+    """"y", "dx", "weight.grad", "bias.grad", "running_mean" or "running_var"."""
+    dtype: str
+    expected_dtype: str
+    worst: float
+    """Largest absolute error; infinite when a value is not finite and should be."""
+    worst_ulp: float
+    """Largest error in ulp of the result's dtype, the ulp taken at max(|value|, a thousandth of
+    the channel's largest)."""
+    budget_share: float
+    """Largest error over its budget: at most 1 is within."""
+    channel_share: float
+    """Largest error over its channel's scale, of the values outside their budget."""
+    per_channel: list[float]
+    """Largest error of each channel over that channel's scale."""
+
+    @property
+    def verdict(self) -> str:
+        """`right`, `degraded` or `wrong` for this one quantity."""
+        if self.channel_share > WRONG_SHARE:
+            return "wrong"
+        if self.budget_share > 1 or self.dtype != self.expected_dtype:
+            return "degraded"
+        return "right"
+
+    def sentence(self, layer: str) -> str:
+        """Say what is off, and by how much."""
+        what = f"{layer}: {self.quantity}"
+        if self.worst == float("inf"):
+            return f"{what} is not finite where the reference is"
+        parts = []
+        if self.dtype != self.expected_dtype:
+            parts.append(f"is {self.dtype} where {self.expected_dtype} belongs")
+        if self.budget_share > 1:
+            parts.append(
+                f"is off by {_number(self.worst_ulp)} {self.dtype} ulp at worst, "
+                f"{_number(self.budget_share)} times its budget, "
+                f"{self.channel_share:.2g} of the channel's scale"
+            )
+        return f"{what} {' and '.join(parts)}" if parts else f"{what} is right"
+
+
+def judge(ranks: list[list[LayerRecord]]) -> dict[str, Any]:
+    """Judge every layer of one step, given the records of every rank in the same order.
+
+    Returns a plain dictionary: ``verdict``, ``findings`` (sentences, worst first) and
+    ``layers`` (one dictionary each, with its comparisons).
+    """
+    layers = []
+    for records in zip(*ranks, strict=True):
+        comparisons = compare_layer(list(records))
+        layers.append(
+            {
+                "name": records[0].name,
+                "count": sum(r.x.numel() // max(r.x.shape[1], 1) for r in records),
+                "verdict": _worst(comparisons),
+                "comparisons": comparisons,
+            }
+        )
+    everything = [comparison for layer in layers for comparison in layer["comparisons"]]
+    return {
+        "verdict": _worst(everything),
+        "findings": _findings(layers),
+        "layers": [
+            {**layer, "comparisons": [dataclasses.asdict(c) for c in layer["comparisons"]]}
+            for layer in layers
+        ],
+    }
+
+
+def _worst(comparisons: list[Comparison]) -> str:
+    return max((c.verdict for c in comparisons), key=SEVERITY.index, default="right")
+
+
+def _findings(layers: list[dict[str, Any]]) -> list[str]:
+    """One sentence a quantity, for the layer where it is worst, most serious first.
+
+    A changed dtype comes before a lost digit: it is what the next layer stumbles over.
+    """
+    worst: dict[str, tuple[tuple[int, bool, float], str]] = {}
+    others: dict[str, int] = {}
+    for layer in layers:
+        for comparison in layer["comparisons"]:
+            if comparison.verdict == "right":
+                continue
+            changed = comparison.dtype != comparison.expected_dtype
+            key = (SEVERITY.index(comparison.verdict), changed, comparison.budget_share)
+            found = (key, comparison.sentence(layer["name"]))
+            name = comparison.quantity
+            others[name] = others.get(name, -1) + 1
+            worst[name] = max(worst.get(name, found), found)
+    ranked = sorted(worst, key=lambda name: worst[name][0], reverse=True)
+    return [
+        worst[name][1] + (f" (and less so in {others[name]} more layers)" if others[name] else "")
+        for name in ranked
+    ]
+
+
+def compare_layer(records: list[LayerRecord]) -> list[Comparison]:
+    """Compare one layer's results with the oracle; one record per rank."""
+    first = records[0]
+    xs = [record.x for record in records]
+    dys = [record.dy for record in records if record.dy is not None]
+    grad_output = dys if len(dys) == len(records) else None
+    reference = oracle.batch_norm(
+        xs,
+        first.weight,
+        first.bias,
+        running_mean=first.running_mean_before,
+        running_var=first.running_var_before,
+        training=first.training,
+        momentum=first.momentum,
+        eps=first.eps,
+        grad_output=grad_output,
+        num_batches_tracked=first.num_batches_tracked,
+    )
+    budgets = batch_norm_budgets(xs, first.weight, first.bias, first.eps, reference, grad_output)
+    input_dtype = dtype_name(first.x.dtype)
+    scales = budgets.scales
+    results = [
+        _compare("y", [r.y for r in records], reference.y, budgets.y, scales["y"], input_dtype)
+    ]
+    if grad_output is not None:
+        for quantity, name, like in (
+            ("dx", "dx", first.x),
+            ("weight.grad", "dweight", first.weight),
+            ("bias.grad", "dbias", first.bias),
+        ):
+            seen = [getattr(record, name) for record in records]
+            if like is None or any(value is None for value in seen):
+                continue
+            expected, budget = getattr(reference, name), getattr(budgets, name)
+            own = dtype_name(like.dtype)
+            results.append(_compare(quantity, seen, expected, budget, scales[name], own))
+    for quantity, name in (("batch mean", "mean"), ("batch var", "var")):
+        seen = [getattr(record, f"batch_{name}") for record in records]
+        if first.training and all(value is not None for value in seen):
+            expected = [getattr(reference, name)] * len(records)
+            budget = [getattr(budgets, name)] * len(records)
+            # A statistic inside the layer may have any dtype; its error is what counts.
+            own = dtype_name(seen[0].dtype)
+            results.append(_compare(quantity, seen, expected, budget, scales[name], own))
+    results += _compare_buffers(records, reference, budgets)
+    return results
+
+
+def _compare_buffers(
+    records: list[LayerRecord], reference: oracle.BatchNormReference, budgets: Budgets
+) -> list[Comparison]:
+    """Compare the running statistics after the step, on every rank."""
+    first = records[0]
+    if first.running_mean is None or first.running_mean_before is None or not first.training:
+        return []
+    factor = first.momentum if first.momentum is not None else 1 / (first.num_batches_tracked + 1)
+    n = reference.count
+    unbiased = n / (n - 1)
+    results = []
+    for name, batch, budget in (
+        ("running_mean", reference.mean, budgets.mean),
+        ("running_var", reference.var * unbiased, budgets.var * unbiased),
+    ):
+        before = getattr(first, f"{name}_before")
+        expected = getattr(reference, name)
+        terms = (1 - factor) * before.double().abs() + factor * batch.abs()
+        # factor·batch + (1 − factor)·old: two products and a sum, in float32 at least.
+        allowed = factor * budget + 3 * 2.0**-24 * terms
+        seen = [getattr(record, name) for record in records]
+        each = len(records)
+        own = dtype_name(before.dtype)
+        results.append(_compare(name, seen, [expected] * each, [allowed] * each, terms, own))
+    return results
+
+
+def _compare(
+    quantity: str,
+    seen: list[Tensor],
+    expected: Any,
+    budgets: list[Tensor],
+    scale: Tensor,
+    expected_dtype: str,
+) -> Comparison:
+    """Compare one quantity over all ranks; tensors are (N, C, ...) or (C,), the scale (C,)."""
+    dtype = seen[0].dtype
+    # A value is judged at the dtype it should have: a float32 that belongs in float16 is not
+    # held to float32's precision on top of its wrong dtype, nor the other way round.
+    coarser = max((dtype, getattr(torch, expected_dtype)), key=lambda d: torch.finfo(d).eps)
+    errors, references, allowed = [], [], []
+    for value, reference, budget in zip(seen, expected, budgets, strict=True):
+        difference = (value.to(torch.float64) - reference).abs()
+        # Not finite where the reference fits into the dtype: as wrong as can be.
+        overflow = reference.abs() > torch.finfo(dtype).max
+        difference = torch.where(value.isfinite() | overflow, difference.nan_to_num(0.0), torch.inf)
+        errors.append(_columns(difference))
+        references.append(_columns(reference.abs()))
+        allowed.append(_columns(with_rounding(budget, reference, coarser)))
+    error, reference, budget = torch.cat(errors, 1), torch.cat(references, 1), torch.cat(allowed, 1)
+    if error.numel() == 0:
+        zeros = [0.0] * len(error)
+        return Comparison(quantity, dtype_name(dtype), expected_dtype, 0.0, 0.0, 0.0, 0.0, zeros)
+    largest = reference.amax(1, keepdim=True)
+    ulps = error / ulp(torch.maximum(reference, 1e-3 * largest), dtype)
+    relative = error / scale.clamp(min=torch.finfo(torch.float64).tiny)[:, None]
+    # What lies within its budget is no fault, however small its channel is.
+    outside = torch.where(error > budget, relative, torch.zeros_like(relative))
+    return Comparison(
+        quantity=quantity,
+        dtype=dtype_name(dtype),
+        expected_dtype=expected_dtype,
+        worst=float(error.max()),
+        worst_ulp=float(ulps.max()),
+        budget_share=float((error / budget).max()),
+        channel_share=float(outside.max()),
+        per_channel=[float(value) for value in relative.amax(1)],
+    )
+
+
+def _columns(value: Tensor) -> Tensor:
+    """(N, C, ...) as (C, N·...), and (C,) as (C, 1)."""
+    if value.ndim == 1:
+        return value[:, None]
+    return value.transpose(0, 1).reshape(value.shape[1], -1)
+
+
+def _number(value: float) -> str:
+    return f"{value:.3g}" if value < 1e4 else f"{value:.1e}"

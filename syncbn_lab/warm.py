@@ -1,0 +1,191 @@
+"""The warm parent: a process that has imported torch once, and forks a child for every run.
+
+It reads one request per line from standard input, a JSON object with an experiment, and writes
+one reply per line to standard output. It runs no tensor operation and asks nothing of
+torch.cuda, because either would break its children: a parent whose thread pool has started
+leaves forked children hanging, and a parent that has touched CUDA leaves them without it. For
+the same reason it holds torch to one thread before the first fork.
+
+Ranks are forked from it too, one child each, and a last child judges what they left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+GRACE = 2.0
+"""Seconds that the other ranks get to end by themselves once one rank has failed."""
+JUDGE_LIMIT = 120.0
+
+
+def serve() -> None:
+    """Answer requests until standard input closes."""
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    # Nothing but replies may reach the client's pipe, whatever torch or apex print.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    import torch
+    import torch._dynamo  # torch.optim imports it lazily: 2 s in every child otherwise
+
+    torch.set_num_threads(1)
+    import syncbn_lab.child
+    import syncbn_lab.verdict  # noqa: F401 - imported once, for the child that judges
+
+    print(json.dumps({"ready": torch.__version__}), file=replies, flush=True)
+    for line in sys.stdin:
+        print(json.dumps(_answer(json.loads(line))), file=replies, flush=True)
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    folder = Path(tempfile.mkdtemp(prefix="syncbn-lab-"))
+    try:
+        if "experiment" in request:
+            return _run(request["experiment"], folder)
+        return _describe(folder)
+    except Exception:
+        return {"status": "broken", "message": traceback.format_exc()}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run(fields: dict[str, Any], folder: Path) -> dict[str, Any]:
+    from syncbn_lab import child
+    from syncbn_lab.experiment import experiment_from_dict
+
+    experiment = experiment_from_dict(fields)
+    start = time.monotonic()
+    deadline = start + experiment.time_limit
+    pids = [
+        _fork(lambda rank=rank: child.run_rank(experiment, rank, folder), folder, f"rank{rank}")
+        for rank in range(experiment.world_size)
+    ]
+    ends = _wait(pids, deadline, folder)
+    reply: dict[str, Any] = {"seconds": time.monotonic() - start, "ranks": []}
+    for rank, end in enumerate(ends):
+        reply["ranks"].append(_rank_reply(rank, end, folder))
+    if all(rank.get("status") == "completed" for rank in reply["ranks"]):
+        judging = _fork(lambda: child.judge_run(experiment, folder), folder, "judge")
+        _wait([judging], time.monotonic() + JUDGE_LIMIT, folder)
+        path = folder / "verdict.json"
+        reply["verdict"] = json.loads(path.read_text()) if path.exists() else None
+        if reply["verdict"] is None:
+            reply["judge_log"] = _tail(folder / "judge.log")
+    reply["seconds"] = time.monotonic() - start
+    return reply
+
+
+def _describe(folder: Path) -> dict[str, Any]:
+    from syncbn_lab import child
+
+    pid = _fork(lambda: child.describe_machine(folder), folder, "machine")
+    _wait([pid], time.monotonic() + 60.0, folder)
+    path = folder / "machine.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    return {"status": "broken", "message": _tail(folder / "machine.log")}
+
+
+def _rank_reply(rank: int, end: str, folder: Path) -> dict[str, Any]:
+    path = folder / f"rank{rank}.json"
+    log = _tail(folder / f"rank{rank}.log")
+    if path.exists():
+        return json.loads(path.read_text()) | {"log": log}
+    return {"status": end, "message": end, "log": log}
+
+
+def _fork(work: Callable[[], None], folder: Path, name: str) -> int:
+    """Fork a child that does one piece of work and ends; its output goes to ``<name>.log``."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        # A group of its own, so that ending it ends whatever it started.
+        os.setpgid(0, 0)
+        _die_with_parent()
+        log = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: the parent's own exit handlers are not this child's to run.
+        os._exit(code)
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to end this child when the warm parent ends; elsewhere there is no such call."""
+    if sys.platform == "linux":
+        import ctypes
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
+
+
+def _wait(pids: list[int], deadline: float, folder: Path) -> list[str]:
+    """Wait for all children: "exited", "timed out", or "died: …" for each.
+
+    When one rank has failed the others may wait for it in a collective for ever, so they get
+    ``GRACE`` seconds and are then ended with it.
+    """
+    ends: dict[int, str] = {}
+    stop_at = deadline
+    while len(ends) < len(pids):
+        for pid in pids:
+            if pid in ends:
+                continue
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if not done:
+                continue
+            ends[pid] = _said(status)
+            if not _completed(folder, pids.index(pid)):
+                stop_at = min(stop_at, time.monotonic() + GRACE)
+        if len(ends) < len(pids) and time.monotonic() > stop_at:
+            late = "timed out" if stop_at >= deadline else "died: ended after another rank failed"
+            for pid in pids:
+                if pid not in ends:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                    ends[pid] = late
+        if len(ends) < len(pids):
+            time.sleep(0.002)
+    return [ends[pid] for pid in pids]
+
+
+def _completed(folder: Path, rank: int) -> bool:
+    path = folder / f"rank{rank}.json"
+    return path.exists() and json.loads(path.read_text()).get("status") == "completed"
+
+
+def _said(status: int) -> str:
+    code = os.waitstatus_to_exitcode(status)
+    if code >= 0:
+        return "exited" if code == 0 else f"died: it exited with code {code}"
+    name = signal.Signals(-code).name
+    hint = (
+        "; the system sends it when memory runs out" if name == "SIGKILL" else ""
+    )
+    return f"died: killed by {name}{hint}"
+
+
+def _tail(path: Path, characters: int = 4000) -> str:
+    return path.read_text(errors="replace")[-characters:] if path.exists() else ""
+
+
+if __name__ == "__main__":
+    serve()

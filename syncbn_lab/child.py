@@ -27,8 +27,13 @@ from syncbn_lab.implementations import apex as apex_implementation
 from syncbn_lab.layers import LayerRecord, LayerRecorder, copy
 from syncbn_lab.rules import Torch12RuleError, torch12_rules
 from syncbn_lab.trace.frames import FrameRecorder
-from syncbn_lab.trace.place import Place, in_torch, place_of
+from syncbn_lab.trace.place import Place, place_of
 
+# The frames of the machinery itself are never the place of an error; the models' are.
+_MACHINERY = tuple(
+    str(Path(__file__).resolve().parent / name)
+    for name in ("rules", "trace", "layers.py", "child.py", "policies.py")
+)
 # What each name stands for in the functions that the frame recorder watches.
 _ROLES = ("input", "mean", "var", "running_mean", "running_var", "weight", "bias", "output")
 
@@ -89,9 +94,7 @@ def _train(experiment: Experiment, rank: int) -> tuple[dict[str, Any], list[Laye
         if experiment.needs_apex
         else None
     )
-    x, labels, origin = models.load_input(
-        experiment.input, experiment.model, experiment.seed, rank
-    )
+    x, labels, origin = models.load_input(experiment.input, experiment.model, experiment.seed, rank)
     x, labels = x.to(device), labels.to(device)
     if experiment.model == "layer":
         # Nothing stands before the layer, so the input itself has to ask for its gradient.
@@ -101,12 +104,15 @@ def _train(experiment: Experiment, rank: int) -> tuple[dict[str, Any], list[Laye
     model.to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    watched = set(loaded.files.values()) if loaded and experiment.implementation == "apex" else set()
+    watched = (
+        set(loaded.files.values()) if loaded and experiment.implementation == "apex" else set()
+    )
     layers = LayerRecorder(model)
     frames = FrameRecorder(watched, on_return=lambda frame: _keep_statistics(frame, layers))
     result: dict[str, Any] = {
         "status": "completed",
         "nodes": [],
+        "silent_casts": [],
         "environment": _environment(experiment, device, origin, loaded),
     }
     phase = "set-up"
@@ -144,8 +150,13 @@ def _train(experiment: Experiment, rank: int) -> tuple[dict[str, Any], list[Laye
         result.update(_describe_error(error, phase, watched, layers, frames))
     if experiment.device == "cuda":
         torch.cuda.synchronize()
-    violations = [dataclasses.asdict(v) for v in getattr(noted, "violations", [])]
-    result["silent_casts"] = violations if experiment.rules == "installed" else []
+    if experiment.rules == "installed":
+        # What today's torch refuses as well has no result, and is an error, not a silent cast.
+        result["silent_casts"] = [
+            dataclasses.asdict(violation)
+            for violation in noted.violations
+            if violation.result_dtype is not None or violation.gradient_index is not None
+        ]
     result["dtypes"] = _dtypes(layers, frames)
     result["frames"] = [dataclasses.asdict(record) for record in frames.records]
     result["source_text"] = loaded.source if loaded and watched else None
@@ -225,26 +236,27 @@ def _keep_statistics(frame: FrameType, layers: LayerRecorder) -> None:
 def _describe_error(
     error: Exception, phase: str, watched: set[str], layers: LayerRecorder, frames: FrameRecorder
 ) -> dict[str, Any]:
-    ours = isinstance(error, Torch12RuleError)
+    violation = error.violation if isinstance(error, Torch12RuleError) else None
+    ours = violation is not None
     torch_name = f"torch {torch.__version__.partition('+')[0]}"
-    place = place_of(error, watched)
+    place = place_of(error, watched, _MACHINERY)
     described: dict[str, Any] = {
         "status": "raised",
         "phase": phase,
         "error_type": "RuntimeError" if ours else type(error).__name__,
         "message": str(error),
         "source": "raised by our rule" if ours else f"raised by {torch_name}",
-        "violation": dataclasses.asdict(error.violation) if ours else None,
+        "violation": dataclasses.asdict(violation) if violation is not None else None,
         "traceback": "".join(traceback.format_exception(error)),
         "module": layers.failing_module if phase == "forward" else None,
         "place": None,
     }
-    violation = error.violation if ours else None
     if violation is not None and violation.gradient_index is not None:
         described["place"] = _place_of_gradient(violation.operation, place, frames)
     elif place is not None:
         described["place"] = dataclasses.asdict(place) | {"note": _line_note(place)}
-    if not ours and place is not None and not in_torch(place.file) and place.file not in watched:
+    if not ours and place is not None and place.statement.lstrip().startswith("raise "):
+        # Raised in Python, by the code that stands there; what C++ raises is torch's.
         described["source"] = f"raised by {Path(place.file).name} on {torch_name}"
     return described
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-# apex's O1 patches methods of torch.Tensor: its ``cpu`` casts to float32 on the way. The
-# recorder works with the originals, taken before any experiment could have patched them.
-_DETACH, _CLONE, _CPU = Tensor.detach, Tensor.clone, Tensor.cpu
-_VIEW_AS, _REGISTER_HOOK = Tensor.view_as, Tensor.register_hook
+# apex's O1 patches methods of torch.Tensor: its ``cpu`` casts to float32 on the way. An original
+# method kept from before does not help, because under a function mode torch looks a method up by
+# name again. The operators themselves are out of reach of any patch.
+_DETACH, _COPY = torch.ops.aten.detach.default, torch.ops.aten._to_copy.default
 
 
 @dataclasses.dataclass
@@ -124,11 +124,11 @@ class LayerRecorder:
             self._frame_owner[id(module)] = record
             for parameter, slot in ((module.weight, "dweight"), (module.bias, "dbias")):
                 if parameter is not None and parameter.requires_grad:
-                    self._handles.append(_REGISTER_HOOK(parameter, _catch(record, slot)))
+                    self._handles.append(parameter.register_hook(_catch(record, slot)))
             if not x.requires_grad:
                 return args
-            alias = _VIEW_AS(x, x)
-            _REGISTER_HOOK(alias, _catch(record, "dx"))
+            alias = x.view_as(x)
+            alias.register_hook(_catch(record, "dx"))
             return (alias, *args[1:])
 
         return hook
@@ -141,14 +141,14 @@ class LayerRecorder:
             if isinstance(output, Tensor):
                 record.y = copy(output)
                 if output.requires_grad:
-                    _REGISTER_HOOK(output, _catch(record, "dy"))
+                    output.register_hook(_catch(record, "dy"))
 
         return hook
 
 
 def copy(value: Tensor | None) -> Any:
     """A copy on the CPU, of the same dtype whatever apex has patched; None stays None."""
-    return None if value is None else _CLONE(_CPU(_DETACH(value)))
+    return None if value is None else _COPY(_DETACH(value), device="cpu")
 
 
 def _catch(record: LayerRecord, slot: str) -> Any:

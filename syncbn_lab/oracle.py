@@ -82,7 +82,7 @@ def batch_norm(
         When there is nothing to reduce over: no value, or one value, per channel in training.
     """
     several = not isinstance(x, Tensor)
-    shares = [share.detach().to(torch.float64) for share in (x if several else [x])]  # type: ignore[union-attr, list-item]
+    shares = [share.detach().to(torch.float64) for share in (x if several else [x])]  # type: ignore[union-attr]
     channels = shares[0].shape[1]
     columns = [_channels_first(share) for share in shares]
     everything = torch.cat(columns, dim=1)

@@ -135,7 +135,7 @@ def _keep(opt_level: object, value: Any, case: Case | None) -> bool | None:
         if case is not None and case.configuration is not None:
             return case.configuration.get("keep_batchnorm_fp32")
         # A wrong opt_level is refused with its own sentence later.
-        return POLICIES[opt_level].reported_keep if opt_level in POLICIES else None  # type: ignore[index]
+        return POLICIES[opt_level].reported_keep if opt_level in POLICIES else None
     if value is None or isinstance(value, bool):
         return value
     words = {"true": True, "false": False, "none": None}
@@ -162,7 +162,7 @@ def _cell_sources() -> Iterable[str]:
         from IPython import get_ipython
     except ImportError:
         return []
-    shell = get_ipython()  # type: ignore[no-untyped-call]
+    shell = get_ipython()
     return [] if shell is None else list(shell.history_manager.input_hist_raw)
 
 

@@ -116,9 +116,7 @@ def apply(
     return _apply_cast(policy, model, optimizer)
 
 
-def _apply_apex(
-    policy: Policy, keep: bool | None, model: Any, optimizer: Any, amp: Any
-) -> Recipe:
+def _apply_apex(policy: Policy, keep: bool | None, model: Any, optimizer: Any, amp: Any) -> Recipe:
     model, optimizer = amp.initialize(
         model, optimizer, opt_level=policy.name, keep_batchnorm_fp32=keep
     )

@@ -75,7 +75,7 @@ def today(result: RunResult, now: RunResult) -> Sentence:
 
 
 def control(result: RunResult) -> Sentence:
-    """Read the control: does the same configuration work without synchronized batch norm?"""
+    """Say whether the same configuration works without synchronized batch norm."""
     layer = result.experiment.implementation
     if result.outcome == "completed":
         said = f"The same configuration with `{layer}`: completed, {result.verdict}"

@@ -91,11 +91,11 @@ def record(results: dict[str, Any]) -> None:
     except ImportError:
         print(text)
         return
-    if get_ipython() is None:  # type: ignore[no-untyped-call]
+    if get_ipython() is None:
         print(text)
         return
     plain = f"{len(results)} results recorded; `python -m syncbn_lab results FILE` reads them back."
-    display({MEDIA_TYPE: results, "text/plain": plain}, raw=True)  # type: ignore[no-untyped-call]
+    display({MEDIA_TYPE: results, "text/plain": plain}, raw=True)
 
 
 def read_results(path: str | Path) -> dict[str, Any]:
@@ -162,8 +162,6 @@ def text_table(rows: list[dict[str, str]], width: int = 118) -> str:
         for i in range(max(len(cell) for cell in cells)):
             left = name if i == 0 else ""
             parts = [cell[i] if i < len(cell) else "" for cell in cells]
-            lines.append(
-                f"{left:<{label}}" + "".join(f" │ {part:<{column}}" for part in parts)
-            )
+            lines.append(f"{left:<{label}}" + "".join(f" │ {part:<{column}}" for part in parts))
         lines.append(rule)
     return "\n".join(line.rstrip() for line in lines[:-1])

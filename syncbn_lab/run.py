@@ -122,7 +122,7 @@ def run(experiment: Experiment) -> RunResult:
 
 
 def machine() -> dict[str, Any]:
-    """What torch finds here, asked in a child: ``torch``, ``cuda_available``, ``devices``…"""
+    """What torch finds here, asked in a child: its version, whether it sees a GPU, which."""
     return _parent().ask({"machine": True})
 
 

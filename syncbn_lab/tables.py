@@ -23,7 +23,22 @@ ROLES = (
 )
 
 
-def reported(case: Case | None) -> pd.DataFrame:
+class Table(pd.DataFrame):
+    """A frame that shows its cells whole and left-aligned: most of them are sentences."""
+
+    @property
+    def _constructor(self) -> type[Table]:
+        return Table
+
+    def _repr_html_(self) -> str:
+        with pd.option_context("display.max_colwidth", None):
+            text = self.to_html(border=0, justify="left", na_rep="–", float_format="{:.3g}".format)
+        cell = "text-align:left;vertical-align:top;white-space:normal"
+        text = text.replace("<td>", f'<td style="{cell}">').replace("<th>", f'<th style="{cell}">')
+        return f'<div style="overflow-x:auto">{text}</div>'
+
+
+def reported(case: Case | None) -> Table:
     """What was reported, a row a fact; one row that says so for a control."""
     if case is None:
         rows = {"reported": "nothing: this configuration is a control"}
@@ -38,10 +53,10 @@ def reported(case: Case | None) -> pd.DataFrame:
             "cause": case.cause,
             "cure": case.cure,
         }
-    return pd.DataFrame({"": rows})
+    return Table({"what was reported": rows})
 
 
-def runs(**results: RunResult) -> pd.DataFrame:
+def runs(**results: RunResult) -> Table:
     """Runs side by side, a column each: outcome, verdict, message, place."""
     columns = {}
     for name, result in results.items():
@@ -57,10 +72,10 @@ def runs(**results: RunResult) -> pd.DataFrame:
             "in layer": result.module or "–",
             "worst finding": result.findings[0] if result.findings else "–",
         }
-    return pd.DataFrame(columns)
+    return Table(columns)
 
 
-def dtypes(**results: RunResult) -> pd.DataFrame:
+def dtypes(**results: RunResult) -> Table:
     """Dtype and device of the layer's tensors by role, a pair of columns a run."""
     columns: dict[str, dict[str, str]] = {}
     for name, result in results.items():
@@ -70,13 +85,13 @@ def dtypes(**results: RunResult) -> pd.DataFrame:
             said: result.dtypes[role]["dtype"] if role in result.dtypes else "–"
             for role, said in ROLES
         }
-    return pd.DataFrame(columns)
+    return Table(columns)
 
 
-def operands(result: RunResult) -> pd.DataFrame:
+def operands(result: RunResult) -> Table:
     """The tensors of the failing statement, by the names it uses for them."""
     found = (result.place or {}).get("operands", {})
-    return pd.DataFrame(
+    return Table(
         [
             {"name": name, "dtype": t["dtype"], "device": t["device"], "shape": tuple(t["shape"])}
             for name, t in found.items()
@@ -85,7 +100,7 @@ def operands(result: RunResult) -> pd.DataFrame:
     ).set_index("name")
 
 
-def silent_casts(result: RunResult) -> pd.DataFrame:
+def silent_casts(result: RunResult) -> Table:
     """What torch 1.2 would have refused and today's torch did without a word, counted by place."""
     rows = []
     for cast in result.silent_casts:
@@ -105,12 +120,12 @@ def silent_casts(result: RunResult) -> pd.DataFrame:
             }
         )
     columns = ["phase", "operation", "what happens", "where", "values"]
-    frame = pd.DataFrame(rows, columns=columns)
+    frame = Table(rows, columns=columns)
     grouped = frame.groupby(columns[:4], sort=False, as_index=False)
-    return grouped.agg(times=("values", "size"), values=("values", "sum"))
+    return Table(grouped.agg(times=("values", "size"), values=("values", "sum")))
 
 
-def layers(result: RunResult) -> pd.DataFrame:
+def layers(result: RunResult) -> Table:
     """Every batch norm layer against the float64 oracle: worst error in ulp, and its budget."""
     rows = [
         {
@@ -124,7 +139,7 @@ def layers(result: RunResult) -> pd.DataFrame:
         for layer in result.layers
         for comparison in layer["comparisons"]
     ]
-    return pd.DataFrame(rows)
+    return Table(rows)
 
 
 class SourceView:
@@ -153,17 +168,18 @@ class SourceView:
 
     def _repr_html_(self) -> str:
         rows = "".join(
-            f'<div style="{_MARKED if marked else ""}"><span style="opacity:.75">'
-            f"{'▶' if marked else ' '}{n:5} </span>{html.escape(line)}</div>"
+            f'<div style="{_MARKED if marked else _PLAIN}">'
+            f"{'&gt;' if marked else ' '}{n:5} {html.escape(line)}</div>"
             for n, line, marked in self._rows
         )
         note = f"<p>{html.escape(self._note)}</p>" if self._note else ""
         return (
             f"<p><b>{html.escape(self._title)}</b></p>"
-            f'<pre style="overflow-x:auto;line-height:1.35">{rows}</pre>{note}'
+            f'<pre style="overflow-x:auto;line-height:1.35;font-family:monospace">{rows}</pre>{note}'
         )
 
 
+_PLAIN = "border-left:4px solid transparent"
 _MARKED = "border-left:4px solid #b45309;font-weight:bold;background:rgba(251,191,36,.18)"
 
 

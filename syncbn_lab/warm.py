@@ -12,6 +12,7 @@ Ranks are forked from it too, one child each, and a last child judges what they 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -66,7 +67,7 @@ def _run(fields: dict[str, Any], folder: Path) -> dict[str, Any]:
     start = time.monotonic()
     deadline = start + experiment.time_limit
     pids = [
-        _fork(lambda rank=rank: child.run_rank(experiment, rank, folder), folder, f"rank{rank}")
+        _fork(functools.partial(child.run_rank, experiment, rank, folder), folder, f"rank{rank}")
         for rank in range(experiment.world_size)
     ]
     ends = _wait(pids, deadline, folder)
@@ -177,9 +178,7 @@ def _said(status: int) -> str:
     if code >= 0:
         return "exited" if code == 0 else f"died: it exited with code {code}"
     name = signal.Signals(-code).name
-    hint = (
-        "; the system sends it when memory runs out" if name == "SIGKILL" else ""
-    )
+    hint = "; the system sends it when memory runs out" if name == "SIGKILL" else ""
     return f"died: killed by {name}{hint}"
 
 

@@ -82,7 +82,7 @@ def adapted(plan: Plan, overload: torch._ops.OpOverload, args: Any, kwargs: Any)
 
 
 def _integer_division(plan: Plan, overload: torch._ops.OpOverload, args: Any, kwargs: Any) -> Call:
-    """int / int stayed int and cut off towards zero."""
+    """A quotient of integers stayed integer and was cut off towards zero."""
     div, div_ = torch.ops.aten.div, torch.ops.aten.div_
     by_number = not isinstance(args[1], torch.Tensor) and overload._overloadname == "Scalar"
     if plan.in_place:
@@ -95,5 +95,5 @@ def _integer_division(plan: Plan, overload: torch._ops.OpOverload, args: Any, kw
 
 
 def reversed_division(tensor: torch.Tensor, number: Any) -> torch.Tensor:
-    """number / integer tensor: torch 1.2 went through double and came back."""
+    """A number over an integer tensor: torch 1.2 went through double and came back."""
     return (tensor.double().reciprocal() * number).to(tensor.dtype)

@@ -239,18 +239,14 @@ def convolution(plan: Plan, arguments: Arguments) -> Finding | None:
 
 
 def sequence(plan: Plan, arguments: Arguments) -> Finding | None:
-    """cat and stack: the first element, or the given result, names the dtype for all."""
+    """Concatenation: the first element, or the given result, names the dtype for all."""
     elements = arguments["tensors"]
     result = arguments.get("out")
     expected = (elements[0] if result is None else result).dtype
     for index, element in enumerate(elements):
         if element.dtype != expected:
-            where = (
-                f"sequence element {index} in sequence argument at position #1 'tensors'"
-            )
-            return Finding(
-                _object_text(expected, element.dtype, where), expected, element.dtype
-            )
+            where = f"sequence element {index} in sequence argument at position #1 'tensors'"
+            return Finding(_object_text(expected, element.dtype, where), expected, element.dtype)
     return None
 
 

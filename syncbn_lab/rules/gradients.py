@@ -45,7 +45,7 @@ _OWN_CASTS = (
 def gradient_finding(
     owner: str | None, index: int, expected: torch.dtype, got: torch.dtype, device: Any
 ) -> Finding:
-    """torch 1.2's message for gradient ``index`` of a node; a root has no owner."""
+    """The message for gradient ``index`` of a node; a root has no owner."""
     text = (
         f"invalid gradient at index {index} - expected type {type_name(expected, device)} "
         f"but got {type_name(got, device)}"
@@ -178,8 +178,8 @@ class ApplyWatch:
         self._users = 0
         self._original: Callable[..., Any] | None = None
 
-    def start(self, on_return: Callable[[Any, Any], None]) -> None:
-        """Begin to hand (node, returned gradients) to ``on_return``."""
+    def start(self, around: Callable[[Callable[..., Any], Any, tuple[Any, ...]], Any]) -> None:
+        """Begin to call ``around(original apply, node, gradients)`` in place of ``apply``."""
         with self._lock:
             self._users += 1
             if self._users > 1:
@@ -188,9 +188,7 @@ class ApplyWatch:
             self._original = original
 
             def apply(node: Any, *gradients: Any) -> Any:
-                returned = original(node, *gradients)
-                on_return(node, returned)
-                return returned
+                return around(original, node, gradients)
 
             BackwardCFunction.apply = apply  # type: ignore[method-assign]
 

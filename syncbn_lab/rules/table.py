@@ -94,12 +94,8 @@ TABLE: dict[str, Entry] = {
         ("lt", "le", "gt", "ge", "eq", "ne"), _object("comparison", _OTHER, numbers=("other",))
     ),
     "equal": _object("comparison", _OTHER),
-    **dict.fromkeys(
-        ("fmod", "remainder"), _object("elementwise-same", _OTHER, numbers=("other",))
-    ),
-    **dict.fromkeys(
-        ("max", "min", "maximum", "minimum"), _object("elementwise-same", _OTHER)
-    ),
+    **dict.fromkeys(("fmod", "remainder"), _object("elementwise-same", _OTHER, numbers=("other",))),
+    **dict.fromkeys(("max", "min", "maximum", "minimum"), _object("elementwise-same", _OTHER)),
     **dict.fromkeys(
         ("atan2", "dist"),
         _object(
@@ -196,24 +192,20 @@ def _floating(words: str, *names: str, reference: str = "self") -> None:
 
 # Functions without an integer kernel. On CUDA the name before "not implemented" had other
 # endings, which were never recorded; the device's name is put there.
-_floating(
-    "{name}_vml_{{device}} not implemented for '{{dtype}}'".replace("{{", "{").replace("}}", "}"),
-    *"acos asin atan ceil cos erf erfc exp expm1 floor log log10 log1p log2 round rsqrt".split(),
-    *"sin sqrt tan tanh trunc".split(),
-)
-_floating(
-    "\"{name}_{device}\" not implemented for '{dtype}'",
-    *"sigmoid reciprocal frac digamma lgamma erfinv sinh cosh".split(),
-)
+_VML = """
+acos asin atan ceil cos erf erfc exp expm1 floor log log10 log1p log2 round rsqrt sin sqrt tan
+tanh trunc
+"""
+_floating("{name}_vml_{device} not implemented for '{dtype}'", *_VML.split())
+_NATIVE = "sigmoid reciprocal frac digamma lgamma erfinv sinh cosh"
+_floating("\"{name}_{device}\" not implemented for '{dtype}'", *_NATIVE.split())
 _floating("Can only calculate the mean of floating types. Got {dtype} instead.", "mean")
 _floating("{name} only supports floating-point dtypes", "std", "var")
 _floating("norm only supports floating-point dtypes", "norm", "linalg_vector_norm")
 
-# Elementwise in today's torch, yet explicit about dtypes, or without a counterpart.
-_FREE = frozenset(
-    "copy _to_copy to type_as fill zero bernoulli logical_and logical_or logical_xor "
-    "logical_not isin where native_dropout native_dropout_backward".split()
-)
+# Elementwise in today's torch, yet explicit about dtypes, or without a counterpart in 1.2.
+_EXPLICIT = "copy fill zero bernoulli logical_and logical_or logical_xor logical_not isin"
+_FREE = frozenset(f"{_EXPLICIT} native_dropout".split())
 
 
 def _is_tensor(argument: Any) -> bool:
@@ -245,7 +237,7 @@ def bind(
     """An entry with the places of its arguments."""
     inputs = tuple(n for n in tensors if n != "out")
     judged = set(inputs) | {"out"}
-    if entry.named or entry.numbers and entry.check is not checks.elementwise:
+    if entry.named or (entry.numbers and entry.check is not checks.elementwise):
         # the rest are indices and masks, which have dtypes of their own
         judged = {entry.reference, "out", *(n for n, _, _ in entry.named), *entry.numbers}
     return Plan(

@@ -21,8 +21,9 @@ What is not reached:
 - code that leaves the thread (a thread of one's own, DataParallel): modes are per thread. The
   engine's worker threads inherit them;
 - values: where torch 1.2 computed another number with the same dtype, today's number stays;
-- convolutions and prelu inside ``torch.autograd.grad`` keep today's wording, since that
-  function runs with the function mode switched off;
+- convolutions with a bias, prelu and ``.grad = …`` inside a hook that backward calls keep
+  today's wording, since backward runs with the function mode switched off (inside a custom
+  Function's backward it is switched on again);
 - code compiled by ``torch.compile``.
 
 Half on CUDA was never run on a real torch 1.2 here: what was recorded is the pair (float,
@@ -41,7 +42,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import InputError
-from . import checks, gradients
+from . import gradients
 from .adapt import adapted, reversed_division
 from .describe import basis_of
 from .table import TABLE, Plan, bind, plan_for
@@ -65,7 +66,7 @@ class Rules:
     def __init__(self, on_violation: str) -> None:
         self.on_violation = on_violation
         self.violations: list[Violation] = []
-        self._noted_above: str | None = None
+        self._noted_above = False
 
     @property
     def raising(self) -> bool:
@@ -113,9 +114,10 @@ class Rules:
 class _DispatchRules(TorchDispatchMode):
     """The layer that sees operations."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, functions: _FunctionRules) -> None:
         super().__init__()
         self.rules = rules
+        self.functions = functions
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -141,7 +143,7 @@ class _DispatchRules(TorchDispatchMode):
     def _governed(self, plan: Plan, func: Any, args: Any, kwargs: Any) -> Any:
         """An operation whose dtypes differ or are not floating."""
         rules = self.rules
-        if rules._noted_above == plan.rule or gradients.in_todays_own_formula():
+        if rules._noted_above or gradients.in_todays_own_formula():
             return func(*args, **kwargs)
         arguments = plan.arguments(args, kwargs)
         finding = plan.check(plan, arguments)
@@ -233,7 +235,7 @@ def _checked(base: str, names: list[str]) -> Handler:
         operation = getattr(func, "__name__", base)
         if rules.raising:
             raise rules.report(plan.rule, operation, finding, tensors)
-        before, rules._noted_above = rules._noted_above, plan.rule
+        before, rules._noted_above = rules._noted_above, True
         result = None
         try:
             result = func(*args, **kwargs)
@@ -245,27 +247,8 @@ def _checked(base: str, names: list[str]) -> Handler:
     return handler
 
 
-def _backward(mode: _FunctionRules, func: Any, args: Any, kwargs: Any) -> Any:
-    """Tensor.backward switches function modes off; the engine must see this one again."""
-
-    if func is not torch.Tensor.backward:
-        return func(*args, **kwargs)
-
-    def backward(
-        self: torch.Tensor,
-        gradient: Any = None,
-        retain_graph: Any = None,
-        create_graph: bool = False,
-        inputs: Any = None,
-    ) -> None:
-        torch.autograd.backward(self, gradient, retain_graph, create_graph, inputs=inputs)
-
-    with mode:
-        return backward(*args, **kwargs)
-
-
 def _reversed(mode: _FunctionRules, func: Any, args: Any, kwargs: Any) -> Any:
-    """number / tensor and number ** tensor of an integer tensor stayed integer."""
+    """An integer tensor under a number (``5 / tensor``) stayed integer."""
     tensor = args[0]
     if not mode.rules.raising or tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return func(*args, **kwargs)
@@ -279,15 +262,13 @@ def _set(mode: _FunctionRules, func: Any, args: Any, kwargs: Any) -> Any:
     if func == _GRAD_SETTER:
         finding = gradients.assigned_gradient(*args)
         if finding is not None:
-            error = mode.rules.report(
-                "gradient", "grad", finding, tensors_in(args), backward=False
-            )
+            error = mode.rules.report("gradient", "grad", finding, tensors_in(args), backward=False)
             if mode.rules.raising:
                 raise error
     return func(*args, **kwargs)
 
 
-_GRAD_SETTER = torch.Tensor.grad.__set__  # type: ignore[attr-defined]
+_GRAD_SETTER = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _HANDLERS: dict[str, Handler] = {
     **{
         f"conv{transposed}{dims}d": _checked("convolution", ["input", "weight", "bias"])
@@ -303,23 +284,31 @@ _HANDLERS: dict[str, Handler] = {
     "l1_loss": _checked("l1_loss", ["input", "target"]),
     "soft_margin_loss": _checked("soft_margin_loss", ["input", "target"]),
     "cosine_embedding_loss": _checked("cosine_embedding_loss", ["input1", "input2", "target"]),
-    "backward": _backward,
     "__rdiv__": _reversed,
     "__rtruediv__": _reversed,
     "__set__": _set,
 }
 
 
-def _function_returned(node: Any, returned: Any) -> None:
-    """Tell every set of rules in force on this thread, the innermost first."""
-    stack = [
-        torch._C._get_dispatch_stack_at(i) for i in range(torch._C._len_torch_dispatch_stack())
-    ]
-    in_force = [mode for mode in reversed(stack) if isinstance(mode, _DispatchRules)]
+def _function_applied(apply: Callable[..., Any], node: Any, given: tuple[Any, ...]) -> Any:
+    """Run a custom Function's backward and judge what it returns, by all rules in force here.
+
+    ``Tensor.backward`` runs with function modes switched off: they are switched on again.
+    """
+    dispatch = range(torch._C._len_torch_dispatch_stack())
+    stack = [torch._C._get_dispatch_stack_at(i) for i in dispatch]
+    in_force = [mode for mode in stack if isinstance(mode, _DispatchRules)]
     if not in_force:
-        return
-    for finding, gradient, index in gradients.function_findings(node, returned):
+        return apply(node, *given)
+    functions = range(torch._C._len_torch_function_stack())
+    present = [torch._C._get_function_stack_at(i) for i in functions]
+    with contextlib.ExitStack() as again:
         for mode in in_force:
+            if mode.functions not in present:
+                again.enter_context(mode.functions)
+        returned = apply(node, *given)
+    for finding, gradient, index in gradients.function_findings(node, returned):
+        for mode in reversed(in_force):  # the innermost first
             error = mode.rules.report(
                 "gradient",
                 node.name(),
@@ -331,6 +320,7 @@ def _function_returned(node: Any, returned: Any) -> None:
             )
             if mode.rules.raising:
                 raise error
+    return returned
 
 
 _WATCH = gradients.ApplyWatch()
@@ -355,9 +345,10 @@ def torch12_rules(*, on_violation: str = "raise") -> Iterator[Rules]:
     if on_violation not in ("raise", "record"):
         raise InputError(f"on_violation must be 'raise' or 'record', not {on_violation!r}.")
     rules = Rules(on_violation)
-    _WATCH.start(_function_returned)
+    functions = _FunctionRules(rules)
+    _WATCH.start(_function_applied)
     try:
-        with _FunctionRules(rules), _DispatchRules(rules):
+        with functions, _DispatchRules(rules, functions):
             yield rules
     finally:
         _WATCH.stop()

@@ -13,14 +13,11 @@ import ast
 import dataclasses
 import linecache
 from collections.abc import Collection
-from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
 
-_PACKAGE = str(Path(__file__).resolve().parents[1])
-_TORCH = str(Path(torch.__file__).resolve().parent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +37,13 @@ class Place:
     """The statement's tensors by the names it uses for them, such as "self.running_mean"."""
 
 
-def place_of(error: BaseException, targets: Collection[str] = ()) -> Place | None:
+def place_of(
+    error: BaseException, targets: Collection[str] = (), skipped: tuple[str, ...] = ()
+) -> Place | None:
     """Find where ``error`` was raised.
 
-    The innermost frame in one of the ``targets`` counts; without one, the innermost frame that
-    is not this package's own. None when the error carries no such frame.
+    The innermost frame in one of the ``targets`` counts; without one, the innermost frame of a
+    file whose path does not start with one of ``skipped``. None when there is no such frame.
     """
     frames = list(_frames(error.__traceback__))
     chosen = None
@@ -54,7 +53,7 @@ def place_of(error: BaseException, targets: Collection[str] = ()) -> Place | Non
             chosen = (frame, lasti, line)
     if chosen is None:
         for frame, lasti, line in frames:
-            if not frame.f_code.co_filename.startswith(_PACKAGE):
+            if not frame.f_code.co_filename.startswith(skipped):
                 chosen = (frame, lasti, line)
     if chosen is None:
         return None
@@ -122,11 +121,6 @@ def describe_tensor(value: torch.Tensor) -> dict[str, Any]:
         "device": str(value.device),
         "shape": list(value.shape),
     }
-
-
-def in_torch(file: str) -> bool:
-    """Whether a file belongs to torch."""
-    return file.startswith(_TORCH)
 
 
 def _frames(traceback: TracebackType | None) -> Any:

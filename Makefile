@@ -82,10 +82,10 @@ $(PY):
 	echo "Setup needs Python 3.11 or newer with its venv module, and $$why: name another with PYTHON=/path/to/python3." >&2; exit 1
 
 # A setup that was cut off is repeated: what pip had finished stays, and a package that it had
-# not (the one without a RECORD, which pip writes last) is forgotten and so installed anew.
+# not (one without the file INSTALLER, which pip writes last) is forgotten and so installed anew.
 $(READY): pyproject.toml constraints.txt requirements-apex.txt | $(PY)
 	@if [ -e $(BEGUN) ]; then \
-	  for package in $(VENV)/lib/python3*/site-packages/*.dist-info; do [ -e "$$package/RECORD" ] || rm -rf "$$package"; done; \
+	  for package in $(VENV)/lib/python3*/site-packages/*.dist-info; do [ -e "$$package/INSTALLER" ] || rm -rf "$$package"; done; \
 	fi; touch $(BEGUN)
 	@$(PY) -c 'from importlib.metadata import version; version("pip")' 2>/dev/null || $(PY) -m ensurepip --default-pip >/dev/null
 	@echo "Setting up $(VENV), once. To be downloaded, unless pip has it cached (then 1.5 GB on disk; measured on Linux x86-64):"; \

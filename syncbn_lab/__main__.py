@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     listing = commands.add_parser("cases", help="the reported cases: seen, cause, cure, command")
     listing.add_argument("name", nargs="?", help="show this one whole")
     listing.add_argument("--json", action="store_true", help="print JSON instead of text")
+    listing.add_argument("--markdown", action="store_true", help="print the README's table")
     listing.set_defaults(run=_cases)
 
     run = commands.add_parser("run", help="run one experiment in a child process")
@@ -100,8 +101,11 @@ def _doctor(chosen: argparse.Namespace) -> int:
 
 
 def _cases(chosen: argparse.Namespace) -> int:
-    from syncbn_lab.cases import cases, find_case
+    from syncbn_lab.cases import cases, find_case, markdown_table
 
+    if chosen.markdown:
+        print(markdown_table())
+        return 0
     found = [find_case(chosen.name)] if chosen.name else cases()
     if chosen.json:
         print(json.dumps([dataclasses.asdict(case) for case in found], indent=1))
@@ -131,7 +135,9 @@ def _run(chosen: argparse.Namespace) -> int:
         "place": f"{result.file} line {result.line}" if result.file else None,
         "traceback line": result.traceback_line,
         "in layer": result.module,
-        "matches": f"{result.messages_match} (case {result.case})" if result.message else None,
+        "matches": f"{result.messages_match} (case {result.case})"
+        if result.message and result.case
+        else None,
         "silent casts": len(result.silent_casts) or None,
         "findings": "\n                ".join(result.findings[:5]) or None,
         "torch": result.environment.get("torch"),

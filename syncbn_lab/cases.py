@@ -18,6 +18,12 @@ from syncbn_lab.experiment import Experiment, experiment_from_dict
 
 _REQUIRED = ("case", "title", "report", "seen", "cause", "cure", "command")
 _OPTIONAL = ("date", "environment", "configuration", "phase", "error_type", "file", "line")
+_KINDS: dict[str, tuple[type, str]] = {
+    "date": (object, "a date"),
+    "environment": (dict, "a table"),
+    "configuration": (dict, "a table"),
+    "line": (int, "a whole number"),
+}
 VERBATIM, DEVICE, PAIR, NO = "verbatim", "but for the device", "but for the dtype pair", "no"
 
 
@@ -93,7 +99,7 @@ def reported_for(experiment: Experiment) -> Case | None:
             reported is not None
             and case.error_type is not None
             and reported.opt_level == experiment.opt_level
-            and reported.keep_batchnorm_fp32 == experiment.keep_batchnorm_fp32
+            and reported.keeps_batchnorm_fp32 == experiment.keeps_batchnorm_fp32
             and reported.implementation == experiment.implementation
         ):
             return case
@@ -104,21 +110,34 @@ def match_message(reported: str | None, seen: str | None) -> str:
     """How far a message is the reported one.
 
     `verbatim`; `but for the device` (cpu for cuda:0, torch.HalfTensor for
-    torch.cuda.HalfTensor); `but for the dtype pair` (each dtype consistently another one, as
-    in a replay with (float, double) for (half, float)); `no`.
+    torch.cuda.HalfTensor, one device for one device); `but for the dtype pair` (each dtype
+    consistently another one, in the same order of precision, as in a replay with (float,
+    double) for (half, float)); `no`.
     """
     if not reported or not seen:
         return NO
     if seen.strip() == reported.strip():
         return VERBATIM
+    if _pattern(_DEVICE_WORDS, reported) != _pattern(_DEVICE_WORDS, seen):
+        return NO
     one, other = _without_device(reported), _without_device(seen)
     if one == other:
         return DEVICE
-    if _without_dtypes(one) == _without_dtypes(other) and _dtype_pattern(one) == _dtype_pattern(
-        other
-    ):
+    if _without_dtypes(one) == _without_dtypes(other) and _dtype_order(one) == _dtype_order(other):
         return PAIR
     return NO
+
+
+def markdown_table() -> str:
+    """The first screen of the README: what you see, cause, cure, command, a row a case."""
+    rows = ["| What you see | Cause | Cure | Command |", "|---|---|---|---|"]
+    for case in cases():
+        silent = case.error_type is None
+        seen = case.seen if silent else f"`{case.seen}`"
+        where = "" if silent else f"<br>({case.title})"
+        cells = (seen + where, case.cause, case.cure, f"`{case.command}`")
+        rows.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+    return "\n".join(rows)
 
 
 @cache
@@ -130,15 +149,22 @@ def _load(directory: Path) -> tuple[Case, ...]:
             "the reported cases are YAML files and PyYAML is not installed; "
             "`pip install pyyaml` brings it."
         ) from error
-    return tuple(
-        _case(path, yaml.safe_load(path.read_text(encoding="utf-8")))
-        for path in sorted(directory.glob("*.yaml"))
-    )
+    found = []
+    for path in sorted(directory.glob("*.yaml")):
+        try:
+            fields = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError) as error:
+            raise InputError(
+                f"{path.name} can't be read as YAML: {' '.join(str(error).split())}."
+            ) from error
+        found.append(_case(path, fields))
+    return tuple(found)
 
 
 def _case(path: Path, fields: Any) -> Case:
     if not isinstance(fields, dict):
         raise InputError(f"{path.name} is not a case: it holds no table of fields.")
+    fields = {str(name): value for name, value in fields.items() if value is not None}
     missing = [name for name in _REQUIRED if not fields.get(name)]
     unknown = sorted(set(fields) - {*_REQUIRED, *_OPTIONAL})
     if missing or unknown:
@@ -147,16 +173,29 @@ def _case(path: Path, fields: Any) -> Case:
             f"{path.name} is not a case: it {problem}; a case has {', '.join(_REQUIRED)} and may "
             f"have {', '.join(_OPTIONAL)}."
         )
+    for name, value in fields.items():
+        kind, said = _KINDS.get(name, (str, "text"))
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise InputError(
+                f"{path.name} is not a case: {name} is {value!r}, and has to be {said}."
+            )
     if fields["case"] != path.stem:
         raise InputError(f"{path.name} calls itself {fields['case']!r}; its name must be the same.")
     case = Case(**{**fields, "date": str(fields["date"]) if fields.get("date") else None})
-    if case.configuration is not None:
+    try:
         # Checked now, so that a broken file is found before any run.
-        experiment_from_dict({**case.configuration})
+        _ = case.experiment
+    except InputError as error:
+        raise InputError(
+            f"{path.name} has a configuration that is no experiment: {error}"
+        ) from error
     return case
 
 
-_DTYPE_WORDS = re.compile(r"\b(Half|Float|Double|BFloat16|Long|Int|Byte|Bool)(?=Tensor\b|\b)")
+# In order of precision, as torch promotes them.
+_DTYPES = ("Bool", "Byte", "Int", "Long", "Half", "BFloat16", "Float", "Double")
+_DTYPE_WORDS = re.compile(rf"\b({'|'.join(_DTYPES)})(?=Tensor\b|\b)")
+_DEVICE_WORDS = re.compile(r"\bcuda:\d+\b|\bcpu\b|\btorch\.(?:cuda\.)?(?=[A-Z]\w*Tensor\b)")
 
 
 def _without_device(message: str) -> str:
@@ -168,7 +207,14 @@ def _without_dtypes(message: str) -> str:
     return _DTYPE_WORDS.sub("<dtype>", message)
 
 
-def _dtype_pattern(message: str) -> list[int]:
-    """Which dtype words are the same as which: "Half … Float" and "Float … Double" agree."""
+def _dtype_order(message: str) -> list[int]:
+    """Rank of each dtype among the message's own: "Half … Float" and "Float … Double" agree."""
     words = _DTYPE_WORDS.findall(message)
-    return [words.index(word) for word in words]
+    ranked = sorted(set(words), key=_DTYPES.index)
+    return [ranked.index(word) for word in words]
+
+
+def _pattern(words: re.Pattern[str], message: str) -> list[int]:
+    """Which words are the same as which: "cuda:0 … cuda:0" and "cpu … cpu" agree."""
+    found = words.findall(message)
+    return [found.index(word) for word in found]

@@ -213,6 +213,7 @@ def _environment(
         "platform": f"{platform.system()} {platform.machine()}",
         "device": torch.cuda.get_device_name(device) if experiment.device == "cuda" else "cpu",
         "input": origin,
+        "threads": torch.get_num_threads(),
         "apex": None,
         "stand_ins": [],
     }

@@ -78,7 +78,8 @@ class Experiment:
         _check_integer("world_size", self.world_size, 1, MAX_WORLD_SIZE)
         _check_integer("seed", self.seed, 0, MAX_SEED)
         _check_integer("steps", self.steps, 1, 10**6)
-        if not isinstance(self.time_limit, int | float) or not 0 < self.time_limit < 86400:
+        number = isinstance(self.time_limit, int | float) and not isinstance(self.time_limit, bool)
+        if not number or not 0 < self.time_limit < 86400:
             raise InputError(
                 f"time_limit is {self.time_limit!r}; allowed is a number of seconds above 0 "
                 "and below 86400."
@@ -100,6 +101,13 @@ class Experiment:
         return f"{self.opt_level} + keep_batchnorm_fp32={self.keep_batchnorm_fp32}"
 
     @property
+    def keeps_batchnorm_fp32(self) -> bool | None:
+        """keep_batchnorm_fp32 as it is at work: the recipe's own where it was left out."""
+        if self.keep_batchnorm_fp32 is None:
+            return POLICIES[self.opt_level].own_keep
+        return self.keep_batchnorm_fp32
+
+    @property
     def needs_apex(self) -> bool:
         """Whether real apex takes part: as the recipe, as the layer, or both."""
         return POLICIES[self.opt_level].kind == "apex" or self.implementation == "apex"
@@ -118,7 +126,7 @@ class Experiment:
 def experiment_from_dict(fields: dict[str, Any]) -> Experiment:
     """Make an experiment of plain values; an unknown name is an InputError that lists the names."""
     known = [field.name for field in dataclasses.fields(Experiment)]
-    unknown = sorted(set(fields) - set(known))
+    unknown = sorted(str(name) for name in set(fields) - set(known))
     if unknown:
         raise InputError(
             f"an experiment has no field {', '.join(unknown)}; its fields are {', '.join(known)}."

@@ -42,6 +42,8 @@ class LayerRecord:
     dy: Tensor | None = None
     dx: Tensor | None = None
     dweight: Tensor | None = None
+    """This call's alone, before it is added to ``weight.grad``. None where a backward pass went
+    through several calls of the layer: only the sum of their gradients ever exists."""
     dbias: Tensor | None = None
     batch_mean: Tensor | None = None
     batch_var: Tensor | None = None
@@ -63,15 +65,18 @@ class LayerRecorder:
         self._handles: list[Any] = []
         self._open: dict[str, LayerRecord] = {}
         self._frame_owner: dict[int, LayerRecord] = {}
+        # Every parameter seen, and the calls that may yet contribute to its gradient.
+        self._waiting: dict[int, tuple[Tensor, list[LayerRecord]]] = {}
 
     def __enter__(self) -> LayerRecorder:
         for name, module in self._model.named_modules():
             if name:
                 self._handles.append(module.register_forward_pre_hook(self._enter(name)))
-                self._handles.append(module.register_forward_hook(self._leave))
+                self._handles.append(module.register_forward_hook(self._leave(name)))
             if isinstance(module, _BatchNorm):
-                self._handles.append(module.register_forward_pre_hook(self._before(name)))
-                self._handles.append(module.register_forward_hook(self._after(name)))
+                before, after = self._before(name), self._after(name)
+                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                self._handles.append(module.register_forward_hook(after))
         return self
 
     def __exit__(
@@ -83,6 +88,7 @@ class LayerRecorder:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._waiting.clear()
 
     @property
     def failing_module(self) -> str | None:
@@ -99,12 +105,17 @@ class LayerRecorder:
 
         return hook
 
-    def _leave(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.running.pop()
+    def _leave(self, name: str) -> Any:
+        def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            # What was entered since and never left has raised, and somebody caught it.
+            while self.running.pop() != name:
+                pass
+
+        return hook
 
     def _before(self, name: str) -> Any:
-        def hook(module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            x = args[0]
+        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            x = args[0] if args else kwargs["input"]
             tracked = module.num_batches_tracked
             record = LayerRecord(
                 name=name,
@@ -123,15 +134,31 @@ class LayerRecorder:
             self._open[name] = record
             self._frame_owner[id(module)] = record
             for parameter, slot in ((module.weight, "dweight"), (module.bias, "dbias")):
-                if parameter is not None and parameter.requires_grad:
-                    self._handles.append(parameter.register_hook(_catch(record, slot)))
-            if not x.requires_grad:
-                return args
+                if parameter is not None and parameter.requires_grad and torch.is_grad_enabled():
+                    self._await(parameter, slot, record)
+            if not (x.requires_grad and torch.is_grad_enabled()):
+                return None
             alias = x.view_as(x)
             alias.register_hook(_catch(record, "dx"))
-            return (alias, *args[1:])
+            return ((alias, *args[1:]), kwargs) if args else (args, {**kwargs, "input": alias})
 
         return hook
+
+    def _await(self, parameter: Tensor, slot: str, record: LayerRecord) -> None:
+        """Catch a parameter's gradient for the one call that it comes from."""
+        if id(parameter) not in self._waiting:
+            waiting: list[LayerRecord] = []
+            self._waiting[id(parameter)] = parameter, waiting
+
+            def hook(grad: Tensor) -> None:
+                # A call's output has its gradient before its parameters have theirs.
+                called = [waiter for waiter in waiting if waiter.dy is not None]
+                waiting[:] = [waiter for waiter in waiting if waiter.dy is None]
+                if len(called) == 1:
+                    setattr(called[0], slot, copy(grad))
+
+            self._handles.append(parameter.register_hook(hook))
+        self._waiting[id(parameter)][1].append(record)
 
     def _after(self, name: str) -> Any:
         def hook(module: Any, args: tuple[Any, ...], output: Any) -> None:

@@ -29,6 +29,8 @@ class BatchNormReference:
     """Biased variance, shape (C,): it normalizes; the running variance in eval mode."""
     count: int
     """Values per channel over all ranks."""
+    batch_statistics: bool
+    """Whether mean and var come from this batch, and so take part in the backward pass."""
     xhat: Tensor | list[Tensor]
     """(x − mean)/sqrt(var + eps)."""
     y: Tensor | list[Tensor]
@@ -141,6 +143,7 @@ def batch_norm(
         mean=mean,
         var=var,
         count=count,
+        batch_statistics=batch_statistics,
         xhat=each([_like(v, s) for v, s in zip(xhats, shares, strict=True)]),  # type: ignore[arg-type]
         y=each([_like(v, s) for v, s in zip(ys, shares, strict=True)]),  # type: ignore[arg-type]
         running_mean=None if new_mean is None else _double(new_mean),

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from syncbn_lab.cases import Case, cases, find_case
 from syncbn_lab.errors import InputError
-from syncbn_lab.experiment import Experiment
+from syncbn_lab.experiment import Experiment, experiment_from_dict
 from syncbn_lab.implementations.apex import require_apex
 from syncbn_lab.policies import POLICIES
 from syncbn_lab.run import require_device, start
@@ -104,21 +104,27 @@ def choose(given: Mapping[str, Any], defaults: Mapping[str, Any] = DEFAULTS) -> 
                 f"with one are {', '.join(c.case for c in cases() if c.configuration)}."
             )
         filled |= case.configuration
-        filled.setdefault("keep_batchnorm_fp32", None)
         _refuse_contradiction(case, given)
     filled |= {k: v for k, v in given.items() if k != "case"}
     filled["keep_batchnorm_fp32"] = _keep(filled["opt_level"], filled["keep_batchnorm_fp32"], case)
-    experiment = Experiment(**filled)
+    experiment = experiment_from_dict(filled)
+    if case is not None and case.experiment is not None:
+        reported = case.experiment
+        if experiment.keeps_batchnorm_fp32 != reported.keeps_batchnorm_fp32:
+            raise InputError(
+                f"case {case.case} is {reported.configuration}, and keep_batchnorm_fp32 was given "
+                f"as {given['keep_batchnorm_fp32']!r}; leave one of the two out."
+            )
     return Parameters(experiment, case or _case_of(experiment), dict(given))
 
 
 def _refuse_contradiction(case: Case, given: Mapping[str, Any]) -> None:
     """A case is its opt_level and layer: another one is not that case any more."""
-    assert case.configuration is not None
     for name in ("opt_level", "implementation"):
-        if name in given and given[name] != case.configuration[name]:
+        reported = getattr(case.experiment, name)
+        if name in given and given[name] != reported:
             raise InputError(
-                f"case {case.case} is {name} {case.configuration[name]}, and {name} was given as "
+                f"case {case.case} is {name} {reported}, and {name} was given as "
                 f"{given[name]!r}; leave one of the two out."
             )
 
@@ -135,7 +141,8 @@ def _keep(opt_level: object, value: Any, case: Case | None) -> bool | None:
         if case is not None and case.configuration is not None:
             return case.configuration.get("keep_batchnorm_fp32")
         # A wrong opt_level is refused with its own sentence later.
-        return POLICIES[opt_level].reported_keep if opt_level in POLICIES else None
+        known = isinstance(opt_level, str) and opt_level in POLICIES
+        return POLICIES[str(opt_level)].reported_keep if known else None
     if value is None or isinstance(value, bool):
         return value
     words = {"true": True, "false": False, "none": None}
@@ -149,15 +156,16 @@ def _keep(opt_level: object, value: Any, case: Case | None) -> bool | None:
 def injected_names() -> list[str]:
     """Names that papermill set: read from the source of the cell it injects.
 
-    Not from the notebook's variables: those hold In, Out, exit and many others besides.
+    Not from the notebook's variables: those hold In, Out, exit and many others besides. The
+    latest such cell counts, for somebody who corrects it and runs it again.
     """
-    for source in _cell_sources():
-        if source.startswith("# Parameters"):
+    for source in reversed(_cell_sources()):
+        if source.startswith("# Parameters\n"):
             return _assigned(source)
     return []
 
 
-def _cell_sources() -> Iterable[str]:
+def _cell_sources() -> list[str]:
     try:
         from IPython import get_ipython
     except ImportError:

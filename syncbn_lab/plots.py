@@ -27,7 +27,8 @@ def cost(low: RunResult, high: RunResult, layer: str | None = None) -> Figure:
 
     Three panels: batch mean and variance (the running ones where a layer does not show its
     own), and the input gradient. Each value is the largest error in the channel over the
-    channel's scale (what was added up to make it), both against the float64 oracle fed with that run's own inputs.
+    channel's scale (what was added up to make it), both against the float64 oracle fed with
+    that run's own inputs.
     Dashed lines: the unit roundoff of each dtype, what one rounding alone may cost.
     """
     chosen = layer or _first_layer(low) or _first_layer(high)
@@ -49,7 +50,11 @@ def cost(low: RunResult, high: RunResult, layer: str | None = None) -> Figure:
         if axis.has_data():
             axis.legend(fontsize=8)
     axes[0].set_ylabel("error / channel's scale")
-    figure.suptitle(f"layer {chosen}: half against single precision, each against float64")
+    figure.suptitle(
+        f"layer {chosen}: half against single precision, each against float64"
+        if chosen
+        else "neither run completed: there is nothing to compare"
+    )
     return figure
 
 
@@ -60,7 +65,7 @@ def cost_text(low: RunResult, high: RunResult, layer: str | None = None) -> str:
     if missing:
         return " ".join(
             f"There is nothing to compare: {result.experiment.configuration} gave "
-            f"{result.outcome}: {result.message or result.reason}"
+            f"{result.outcome}: {(result.message or result.reason).rstrip('.')}."
             for result in missing
         )
     sentences = []
@@ -71,7 +76,8 @@ def cost_text(low: RunResult, high: RunResult, layer: str | None = None) -> str:
             if comparison is not None and comparison["per_channel"]:
                 worst = max(comparison["per_channel"])
                 said.append(f"{worst:.1e} in {result.experiment.configuration}")
-        sentences.append(f"{title} off by at most {' and '.join(said)}")
+        if said:
+            sentences.append(f"{title} off by at most {' and '.join(said)}")
     return f"In layer {chosen}, of the channel's scale: {'; '.join(sentences)}."
 
 

@@ -31,6 +31,8 @@ class Policy:
     """The values of keep_batchnorm_fp32 that the recipe takes."""
     reported_keep: bool | None = None
     """The keep_batchnorm_fp32 of the public report for this recipe."""
+    own_keep: bool | None = None
+    """What the recipe makes of keep_batchnorm_fp32=None."""
 
 
 POLICIES: dict[str, Policy] = {
@@ -50,6 +52,7 @@ POLICIES: dict[str, Policy] = {
             "float16 model and inputs, float32 batch norm unless told otherwise, float32 master "
             "weights",
             (None, True, False),
+            own_keep=True,
         ),
         Policy(
             "O3",
@@ -58,6 +61,7 @@ POLICIES: dict[str, Policy] = {
             "float16 model and inputs; batch norm float16 too unless keep_batchnorm_fp32",
             (None, True, False),
             reported_keep=True,
+            own_keep=False,
         ),
         Policy("autocast-fp16", "autocast", "float16", "torch.autocast with a gradient scaler"),
         Policy("autocast-bf16", "autocast", "bfloat16", "torch.autocast, no gradient scaler"),
@@ -77,9 +81,9 @@ def check_keep_batchnorm_fp32(opt_level: str, keep: object) -> None:
     if opt_level == "O1":
         raise InputError(
             f"keep_batchnorm_fp32={keep} does not go with O1, which patches the batch norm "
-            "function to run in float32 and leaves the layers alone; leave it out. apex itself "
+            "function to run in float32 and leaves the layers alone; leave it out (apex itself "
             'says "With opt_level O1, batchnorm functions are automatically patched to run in '
-            f'FP32, so keep_batchnorm_fp32 should be None. keep_batchnorm_fp32 was {keep}".'
+            f'FP32, so keep_batchnorm_fp32 should be None. keep_batchnorm_fp32 was {keep}").'
         )
     raise InputError(
         f"keep_batchnorm_fp32={keep} belongs to apex's O0, O2 and O3; {opt_level} does not take "

@@ -5,6 +5,7 @@ Everything here is computed from the results at hand; nothing is said that they 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,12 @@ class Sentence(str):
 
 def outcome(result: RunResult, case: Case | None) -> Sentence:
     """Read the run: what happened, and how near it is to the report."""
-    if case is None:
-        return Sentence(f"**{_outcome(result)}.** {result.reason} This is a control.")
     parts = [f"**{_outcome(result)}.** {result.reason}"]
     if result.message:
-        parts.append(f"Message ({result.source}): `{result.message}`.")
+        parts.append(f"Message ({result.source}): {_code(result.message)}.")
+    if case is None:
+        parts.append("This is a control.")
+    elif result.message:
         parts.append(f"It matches the reported message: **{result.messages_match}**.")
     return Sentence(" ".join(parts))
 
@@ -35,14 +37,20 @@ def outcome(result: RunResult, case: Case | None) -> Sentence:
 def place(result: RunResult) -> Sentence:
     """Read the place: which operands the failing statement had, and what refused them."""
     if result.place is None:
-        return Sentence(f"Nothing was raised, so there is no place to show. {result.reason}")
+        what = "The error names no statement" if result.message else "Nothing was raised"
+        return Sentence(f"{what}, so there is no place to show. {result.reason}")
     operands = result.place["operands"]
     kinds: dict[str, list[str]] = {}
     for name, tensor in operands.items():
         kinds.setdefault(tensor["dtype"], []).append(f"`{name}`")
-    held = "; ".join(f"{', '.join(names[:4])} {dtype}" for dtype, names in kinds.items())
+    held = "; ".join(
+        f"{', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''} {dtype}"
+        for dtype, names in kinds.items()
+    )
     text = f"The error stands at **{result.file} line {result.line}**"
-    if result.traceback_line not in (None, result.line):
+    first, last = result.place["statement_lines"]
+    # After a refused gradient the traceback ends in another file, of which its number speaks.
+    if result.traceback_line not in (None, result.line) and first <= result.traceback_line <= last:
         text += f" (this Python's traceback says {result.traceback_line})"
     if result.module:
         text += f", in layer `{result.module}`"
@@ -55,6 +63,8 @@ def today(result: RunResult, now: RunResult) -> Sentence:
     backward = sum(cast["gradient_index"] is not None for cast in casts)
     torch = now.environment.get("torch", "today's torch")
     text = f"Under the rules of torch {torch} itself: **{_outcome(now)}**. "
+    if now.outcome != "completed" and not now.message:
+        return Sentence(text + now.reason)
     if casts:
         text += (
             f"Where torch 1.2 would have refused, {len(casts)} operations went through without a "
@@ -64,7 +74,8 @@ def today(result: RunResult, now: RunResult) -> Sentence:
         text += "torch 1.2 would have refused nothing on the way. "
     if now.message:
         where = f" in layer `{now.module}`" if now.module else ""
-        text += f"It breaks later, in {now.phase}{where}: `{now.message}`."
+        breaks = "It breaks as well" if _same_error(vars(result), vars(now)) else "It breaks later"
+        text += f"{breaks}, in {now.phase}{where}: {_code(now.message)}."
     elif now.findings:
         text += f"It costs: {now.findings[0]}."
     elif now.outcome == "completed":
@@ -86,7 +97,7 @@ def control(result: RunResult) -> Sentence:
 def showed(record: dict[str, Any]) -> Sentence:
     """Sum up a recorded run: at most five sentences, most important first."""
     keep = record["keep_batchnorm_fp32"]
-    configuration = record["opt_level"] + (f" + keep_batchnorm_fp32={keep}" if keep else "")
+    configuration = record["opt_level"] + ("" if keep is None else f" + keep_batchnorm_fp32={keep}")
     lines = []
     name = f"{configuration} with `{record['implementation']}`"
     if record["revision"]:
@@ -102,10 +113,18 @@ def showed(record: dict[str, Any]) -> Sentence:
     else:
         lines.append(f"**The reported error does not happen so: {name}: {record['outcome']}.**")
     if record["message"] and record["outcome"] != "reproduced":
-        lines.append(f"What was raised instead: `{record['message']}` ({record['source']}).")
+        instead = "" if record["case"] is None else " instead"
+        lines.append(f"What was raised{instead}: {_code(record['message'])} ({record['source']}).")
     now = record["today"]
     if now["message"]:
-        lines.append(f"Today's torch fails elsewhere, in {now['phase']}: `{now['message']}`.")
+        fails = (
+            "fails with the same error"
+            if _same_error(record, now)
+            else "fails elsewhere"
+            if record["message"]
+            else "fails"
+        )
+        lines.append(f"Today's torch {fails}, in {now['phase']}: {_code(now['message'])}.")
     else:
         lines.append(
             f"Today's torch: {now['outcome']}, {now['verdict']}, {now['silent_casts']} silent "
@@ -128,6 +147,19 @@ def real_torch12() -> Sentence:
         "on CUDA was never run on a real torch 1.2 by this project: for it the evidence is the "
         "same rule, and the report's own text."
     )
+
+
+def _same_error(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return all(one[name] == other[name] for name in ("message", "file", "line"))
+
+
+def _code(text: str) -> str:
+    """Text as Markdown code on one line, whatever backticks it holds itself."""
+    text = " ".join(text.split("\n"))
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence = "`" * (longest + 1)
+    pad = " " if longest else ""
+    return f"{fence}{pad}{text}{pad}{fence}"
 
 
 def _outcome(result: RunResult) -> str:

@@ -16,6 +16,8 @@ from syncbn_lab.params import Parameters
 from syncbn_lab.run import RunResult
 
 MEDIA_TYPE = "application/vnd.syncbn-lab.results+json"
+_NARROWEST = 20
+"""Characters of a column of ``text_table``."""
 NOT_OURS = "holds no results of this kit; run it with papermill first"
 
 
@@ -109,11 +111,13 @@ def read_results(path: str | Path) -> dict[str, Any]:
     file = Path(path)
     try:
         notebook = json.loads(file.read_text(encoding="utf-8"))
-        cells = notebook["cells"]
     except FileNotFoundError as error:
         raise InputError(f"{path} does not exist.") from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise InputError(f"{path} can't be read as a notebook: {error}.") from error
+    cells = notebook.get("cells") if isinstance(notebook, dict) else None
+    if not isinstance(cells, list) or not all(isinstance(cell, dict) for cell in cells):
+        raise InputError(f"{path} is not a notebook: it holds no list of cells.")
     for cell in reversed(cells):
         for output in cell.get("outputs", []):
             found = output.get("data", {}).get(MEDIA_TYPE)
@@ -149,12 +153,19 @@ def summary_row(results: dict[str, Any]) -> dict[str, str]:
 
 
 def text_table(rows: list[dict[str, str]], width: int = 118) -> str:
-    """Runs as one plain text table: a column a run, its cells wrapped to share the width."""
+    """Runs as one plain text table: a column a run, its cells wrapped to share the width.
+
+    Where the columns would grow too narrow to read, the runs go on in a table below.
+    """
     if not rows:
         return ""
     names = list(rows[0])
     label = max(len(name) for name in names)
     column = (width - label - 3 * len(rows)) // len(rows)
+    if column < _NARROWEST and len(rows) > 1:
+        half = len(rows) // 2
+        return f"{text_table(rows[:half], width)}\n\n{text_table(rows[half:], width)}"
+    column = max(column, 1)
     rule = "─" * label + "".join("─┼─" + "─" * column for _ in rows)
     lines = []
     for name in names:

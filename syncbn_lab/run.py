@@ -257,16 +257,18 @@ def _case_for(experiment: Experiment) -> tuple[Case | None, str | None]:
 
 
 def _telling_rank(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The rank that says most about what happened: one that raised before one that was ended."""
-    order = ("broken", "raised", "not runnable", "died", "timed out", "completed")
+    """The rank that failed first: the others fail because of it. Any, when all completed.
 
-    def key(rank: dict[str, Any]) -> int:
-        status = rank["status"]
-        if status.startswith("died: ended after"):
-            return len(order)
-        return next((i for i, s in enumerate(order) if status.startswith(s)), 3)
+    Of two that ended at once the one that died tells more than the one that raised.
+    """
+    failed = [rank for rank in ranks if rank["status"] != "completed"]
+    order = ("broken", "died", "raised", "not runnable", "timed out")
 
-    return min(ranks, key=key)
+    def key(rank: dict[str, Any]) -> tuple[int, int]:
+        status = rank["status"].partition(":")[0]
+        return rank["ended"], order.index(status) if status in order else len(order)
+
+    return min(failed or ranks, key=key)
 
 
 def _short(file: str | None) -> str | None:

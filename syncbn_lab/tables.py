@@ -43,13 +43,17 @@ def reported(case: Case | None) -> Table:
     if case is None:
         rows = {"reported": "nothing: this configuration is a control"}
     else:
-        place = f"{case.file} line {case.line}" if case.file else "raised by the autograd engine"
+        where = [case.phase] if case.phase else []
+        if case.file:
+            where.append(f"{case.file} line {case.line}")
+        elif case.phase == "backward":
+            where.append("raised by the autograd engine")
         made_of = ", ".join(f"{name} {version}" for name, version in case.environment.items())
         rows = {
-            "report": f"{case.title} ({case.report}, {case.date})",
+            "report": f"{case.title} ({', '.join(filter(None, (case.report, case.date)))})",
             "environment": made_of or "not said",
             "message": case.seen,
-            "where": f"{case.phase}, {place}",
+            "where": ", ".join(where) or "not said",
             "cause": case.cause,
             "cure": case.cure,
         }
@@ -175,7 +179,8 @@ class SourceView:
         note = f"<p>{html.escape(self._note)}</p>" if self._note else ""
         return (
             f"<p><b>{html.escape(self._title)}</b></p>"
-            f'<pre style="overflow-x:auto;line-height:1.35;font-family:monospace">{rows}</pre>{note}'
+            '<pre style="overflow-x:auto;line-height:1.35;font-family:monospace">'
+            f"{rows}</pre>{note}"
         )
 
 

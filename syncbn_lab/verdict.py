@@ -5,12 +5,15 @@ float64 reference fed with the very inputs that the layer received, so errors ma
 the network are not blamed on it:
 
 * `right`: the dtype contract is kept (the output has the input's dtype, each gradient that of
-  its tensor, running statistics keep theirs) and every value lies within the derived budget
-  (``numerics/budgets.py``);
+  its tensor, running statistics keep theirs), every value lies within the derived budget
+  (``numerics/budgets.py``), and running statistics are bit-equal on all ranks;
+* `not judged`: nothing is found, but what the layer was given is not finite somewhere, so there
+  is no reference to compare with;
 * `degraded`: a dtype changed, or a value lies outside its budget; the findings say what and by
   how much;
 * `wrong`: a value that should be finite is not, or is off by more than a tenth of its channel's
-  scale (what was added up to make it): no longer an approximation of batch norm.
+  scale (what was added up to make it): no longer an approximation of batch norm. Infinity is
+  right where the value rounds to it in the dtype that belongs there.
 """
 
 from __future__ import annotations
@@ -23,13 +26,22 @@ from torch import Tensor
 
 from syncbn_lab import oracle
 from syncbn_lab.layers import LayerRecord
-from syncbn_lab.numerics.budgets import Budgets, batch_norm_budgets, with_rounding
-from syncbn_lab.numerics.formats import dtype_name, ulp
+from syncbn_lab.numerics.budgets import (
+    Budgets,
+    batch_norm_budgets,
+    compute_dtype,
+    with_rounding,
+)
+from syncbn_lab.numerics.formats import dtype_name, ulp, unit_roundoff
 
 WRONG_SHARE = 0.1
 """An error above this share of the channel's scale is `wrong`, not `degraded`."""
 
-SEVERITY = ("right", "degraded", "wrong")
+SEVERITY = ("right", "not judged", "degraded", "wrong")
+
+SHOWN_ONLY = ("batch mean", "batch var")
+"""Compared and shown, but not judged: a layer's own statistics are a means, and whatever they
+lose counts once it reaches the output, a gradient or a buffer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,37 +55,57 @@ class Comparison:
     worst: float
     """Largest absolute error; infinite when a value is not finite and should be."""
     worst_ulp: float
-    """Largest error in ulp of the result's dtype, the ulp taken at max(|value|, a thousandth of
-    the channel's largest)."""
+    """Largest error in ulp, the ulp taken at max(|value|, a thousandth of the channel's largest),
+    of the result's dtype or of the one it should have, whichever is coarser."""
     budget_share: float
     """Largest error over its budget: at most 1 is within."""
     channel_share: float
     """Largest error over its channel's scale, of the values outside their budget."""
     per_channel: list[float]
     """Largest error of each channel over that channel's scale."""
+    unjudged_channels: int = 0
+    """Channels in which a value has no finite reference."""
+    rank_spread: float = 0.0
+    """Largest difference in ulp of a running statistic between ranks that began alike."""
+
+    @property
+    def ulp_dtype(self) -> str:
+        """The dtype that ``worst_ulp`` counts in."""
+        return max(
+            self.dtype, self.expected_dtype, key=lambda name: torch.finfo(getattr(torch, name)).eps
+        )
 
     @property
     def verdict(self) -> str:
-        """`right`, `degraded` or `wrong` for this one quantity."""
+        """One of ``SEVERITY``, for this one quantity."""
         if self.channel_share > WRONG_SHARE:
             return "wrong"
-        if self.budget_share > 1 or self.dtype != self.expected_dtype:
+        if self.budget_share > 1 or self.rank_spread > 0 or self.dtype != self.expected_dtype:
             return "degraded"
-        return "right"
+        return "not judged" if self.unjudged_channels else "right"
 
     def sentence(self, layer: str) -> str:
         """Say what is off, and by how much."""
         what = f"{layer}: {self.quantity}"
-        if self.worst == float("inf"):
-            return f"{what} is not finite where the reference is"
         parts = []
         if self.dtype != self.expected_dtype:
             parts.append(f"is {self.dtype} where {self.expected_dtype} belongs")
-        if self.budget_share > 1:
+        if self.worst == float("inf"):
+            parts.append("is not finite where the reference is")
+        elif self.budget_share > 1:
             parts.append(
-                f"is off by {_number(self.worst_ulp)} {self.dtype} ulp at worst, "
+                f"is off by {_number(self.worst_ulp)} {self.ulp_dtype} ulp at worst, "
                 f"{_number(self.budget_share)} times its budget, "
                 f"{self.channel_share:.2g} of the channel's scale"
+            )
+        if self.rank_spread > 0:
+            parts.append(
+                f"differs between ranks by up to {_number(self.rank_spread)} {self.dtype} ulp"
+            )
+        if not parts and self.unjudged_channels:
+            parts.append(
+                f"can't be judged in {self.unjudged_channels} of {len(self.per_channel)} channels: "
+                "what the layer was given is not finite there"
             )
         return f"{what} {' and '.join(parts)}" if parts else f"{what} is right"
 
@@ -107,7 +139,8 @@ def judge(ranks: list[list[LayerRecord]]) -> dict[str, Any]:
 
 
 def _worst(comparisons: list[Comparison]) -> str:
-    return max((c.verdict for c in comparisons), key=SEVERITY.index, default="right")
+    judged = (c.verdict for c in comparisons if c.quantity not in SHOWN_ONLY)
+    return max(judged, key=SEVERITY.index, default="right")
 
 
 def _findings(layers: list[dict[str, Any]]) -> list[str]:
@@ -119,7 +152,7 @@ def _findings(layers: list[dict[str, Any]]) -> list[str]:
     others: dict[str, int] = {}
     for layer in layers:
         for comparison in layer["comparisons"]:
-            if comparison.verdict == "right":
+            if comparison.verdict == "right" or comparison.quantity in SHOWN_ONLY:
                 continue
             changed = comparison.dtype != comparison.expected_dtype
             key = (SEVERITY.index(comparison.verdict), changed, comparison.budget_share)
@@ -128,10 +161,11 @@ def _findings(layers: list[dict[str, Any]]) -> list[str]:
             others[name] = others.get(name, -1) + 1
             worst[name] = max(worst.get(name, found), found)
     ranked = sorted(worst, key=lambda name: worst[name][0], reverse=True)
-    return [
-        worst[name][1] + (f" (and less so in {others[name]} more layers)" if others[name] else "")
-        for name in ranked
-    ]
+    return [worst[name][1] + _and_others(others[name]) for name in ranked]
+
+
+def _and_others(count: int) -> str:
+    return f" (and less so in {count} more layer{'s' if count > 1 else ''})" if count else ""
 
 
 def compare_layer(records: list[LayerRecord]) -> list[Comparison]:
@@ -185,13 +219,16 @@ def compare_layer(records: list[LayerRecord]) -> list[Comparison]:
 def _compare_buffers(
     records: list[LayerRecord], reference: oracle.BatchNormReference, budgets: Budgets
 ) -> list[Comparison]:
-    """Compare the running statistics after the step, on every rank."""
+    """Compare the running statistics after the step, on every rank: unchanged in eval mode."""
     first = records[0]
-    if first.running_mean is None or first.running_mean_before is None or not first.training:
+    if first.running_mean is None or first.running_mean_before is None:
         return []
-    factor = first.momentum if first.momentum is not None else 1 / (first.num_batches_tracked + 1)
-    n = reference.count
-    unbiased = n / (n - 1)
+    factor, unbiased, u = 0.0, 1.0, 0.0
+    if first.training:
+        tracked = first.num_batches_tracked
+        factor = first.momentum if first.momentum is not None else 1 / (tracked + 1)
+        unbiased = reference.count / (reference.count - 1)
+        u = unit_roundoff(compute_dtype(first.x.dtype))
     results = []
     for name, batch, budget in (
         ("running_mean", reference.mean, budgets.mean),
@@ -200,13 +237,29 @@ def _compare_buffers(
         before = getattr(first, f"{name}_before")
         expected = getattr(reference, name)
         terms = (1 - factor) * before.double().abs() + factor * batch.abs()
-        # factor·batch + (1 − factor)·old: two products and a sum, in float32 at least.
-        allowed = factor * budget + 3 * 2.0**-24 * terms
+        # factor·batch + (1 − factor)·old: the factor rounded, a product and a sum.
+        allowed = factor * budget + 3 * u * terms
         seen = [getattr(record, name) for record in records]
         each = len(records)
         own = dtype_name(before.dtype)
-        results.append(_compare(name, seen, [expected] * each, [allowed] * each, terms, own))
+        found = _compare(name, seen, [expected] * each, [allowed] * each, terms, own)
+        if all(torch.equal(getattr(record, f"{name}_before"), before) for record in records):
+            found = dataclasses.replace(found, rank_spread=_rank_spread(seen))
+        results.append(found)
     return results
+
+
+def _rank_spread(seen: list[Tensor]) -> float:
+    """Largest difference from rank 0's, in ulp of its dtype; 0 where all are equal, NaN or not."""
+    first = seen[0].double()
+    step = ulp(first, seen[0].dtype)
+    worst = 0.0
+    for value in seen[1:]:
+        other = value.double()
+        same = (other == first) | (other.isnan() & first.isnan())
+        gap = ((other - first).abs() / step).nan_to_num(torch.inf, torch.inf)
+        worst = max(worst, float(torch.where(same, 0.0, gap).max()))
+    return worst
 
 
 def _compare(
@@ -218,26 +271,34 @@ def _compare(
     expected_dtype: str,
 ) -> Comparison:
     """Compare one quantity over all ranks; tensors are (N, C, ...) or (C,), the scale (C,)."""
-    dtype = seen[0].dtype
+    own = getattr(torch, expected_dtype)
+    # Ranks agree on a dtype as a rule; the one that departs is the one to name.
+    dtype = next((value.dtype for value in seen if value.dtype != own), own)
     # A value is judged at the dtype it should have: a float32 that belongs in float16 is not
     # held to float32's precision on top of its wrong dtype, nor the other way round.
-    coarser = max((dtype, getattr(torch, expected_dtype)), key=lambda d: torch.finfo(d).eps)
+    coarser = max((dtype, own), key=lambda d: torch.finfo(d).eps)
+    # From half an ulp above the largest number on, rounding gives infinity.
+    edge = torch.finfo(own).max + 0.5 * float(ulp(torch.tensor(torch.finfo(own).max), own))
     errors, references, allowed = [], [], []
     for value, reference, budget in zip(seen, expected, budgets, strict=True):
-        difference = (value.to(torch.float64) - reference).abs()
+        value = value.to(torch.float64)
         # Not finite where the reference fits into the dtype: as wrong as can be.
-        overflow = reference.abs() > torch.finfo(dtype).max
-        difference = torch.where(value.isfinite() | overflow, difference.nan_to_num(0.0), torch.inf)
-        errors.append(_columns(difference))
+        difference = torch.where(value.isfinite(), (value - reference).abs(), torch.inf)
+        overflow = value == torch.where(reference.abs() + budget >= edge, reference.sign(), 0) / 0
+        errors.append(_columns(torch.where(overflow, 0.0, difference)))
         references.append(_columns(reference.abs()))
         allowed.append(_columns(with_rounding(budget, reference, coarser)))
     error, reference, budget = torch.cat(errors, 1), torch.cat(references, 1), torch.cat(allowed, 1)
     if error.numel() == 0:
         zeros = [0.0] * len(error)
         return Comparison(quantity, dtype_name(dtype), expected_dtype, 0.0, 0.0, 0.0, 0.0, zeros)
+    known = reference.isfinite() & budget.isfinite()
+    error, reference = torch.where(known, error, 0.0), torch.where(known, reference, 0.0)
+    scale = scale.nan_to_num(torch.inf, torch.inf)
     largest = reference.amax(1, keepdim=True)
-    ulps = error / ulp(torch.maximum(reference, 1e-3 * largest), dtype)
-    relative = error / scale.clamp(min=torch.finfo(torch.float64).tiny)[:, None]
+    ulps = error / ulp(torch.maximum(reference, 1e-3 * largest), coarser)
+    limits = torch.finfo(torch.float64)
+    relative = error / scale.clamp(limits.tiny, limits.max)[:, None]
     # What lies within its budget is no fault, however small its channel is.
     outside = torch.where(error > budget, relative, torch.zeros_like(relative))
     return Comparison(
@@ -246,9 +307,10 @@ def _compare(
         expected_dtype=expected_dtype,
         worst=float(error.max()),
         worst_ulp=float(ulps.max()),
-        budget_share=float((error / budget).max()),
+        budget_share=float(torch.where(known, error / budget, 0.0).max()),
         channel_share=float(outside.max()),
         per_channel=[float(value) for value in relative.amax(1)],
+        unjudged_channels=int((~known).any(1).sum()),
     )
 
 

@@ -71,9 +71,9 @@ def _run(fields: dict[str, Any], folder: Path) -> dict[str, Any]:
         for rank in range(experiment.world_size)
     ]
     ends = _wait(pids, deadline, folder)
-    reply: dict[str, Any] = {"seconds": time.monotonic() - start, "ranks": []}
-    for rank, end in enumerate(ends):
-        reply["ranks"].append(_rank_reply(rank, end, folder))
+    reply: dict[str, Any] = {
+        "ranks": [_rank_reply(rank, end, folder) for rank, end in enumerate(ends)]
+    }
     if all(rank.get("status") == "completed" for rank in reply["ranks"]):
         judging = _fork(lambda: child.judge_run(experiment, folder), folder, "judge")
         _wait([judging], time.monotonic() + JUDGE_LIMIT, folder)
@@ -96,12 +96,11 @@ def _describe(folder: Path) -> dict[str, Any]:
     return {"status": "broken", "message": _tail(folder / "machine.log")}
 
 
-def _rank_reply(rank: int, end: str, folder: Path) -> dict[str, Any]:
+def _rank_reply(rank: int, end: tuple[str, int], folder: Path) -> dict[str, Any]:
     path = folder / f"rank{rank}.json"
-    log = _tail(folder / f"rank{rank}.log")
-    if path.exists():
-        return json.loads(path.read_text()) | {"log": log}
-    return {"status": end, "message": end, "log": log}
+    said, ended = end
+    reply = json.loads(path.read_text()) if path.exists() else {"status": said, "message": said}
+    return reply | {"ended": ended, "log": _tail(folder / f"rank{rank}.log")}
 
 
 def _fork(work: Callable[[], None], folder: Path, name: str) -> int:
@@ -137,22 +136,25 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
 
 
-def _wait(pids: list[int], deadline: float, folder: Path) -> list[str]:
-    """Wait for all children: "exited", "timed out", or "died: …" for each.
+def _wait(pids: list[int], deadline: float, folder: Path) -> list[tuple[str, int]]:
+    """Wait for all children: what became of each, and in which look around it was seen.
 
-    When one rank has failed the others may wait for it in a collective for ever, so they get
-    ``GRACE`` seconds and are then ended with it.
+    What became of it is "exited", "timed out" or "died: …". The numbers order the ends: a rank
+    that fails takes others with it, and the first one tells why. When one has failed the others
+    may wait for it in a collective for ever, so they get ``GRACE`` seconds and are then ended.
     """
-    ends: dict[int, str] = {}
+    ends: dict[int, tuple[str, int]] = {}
     stop_at = deadline
+    look = 0
     while len(ends) < len(pids):
+        look += 1
         for pid in pids:
             if pid in ends:
                 continue
             done, status = os.waitpid(pid, os.WNOHANG)
             if not done:
                 continue
-            ends[pid] = _said(status)
+            ends[pid] = _said(status), look
             if not _completed(folder, pids.index(pid)):
                 stop_at = min(stop_at, time.monotonic() + GRACE)
         if len(ends) < len(pids) and time.monotonic() > stop_at:
@@ -162,7 +164,7 @@ def _wait(pids: list[int], deadline: float, folder: Path) -> list[str]:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(pid, signal.SIGKILL)
                     os.waitpid(pid, 0)
-                    ends[pid] = late
+                    ends[pid] = late, look
         if len(ends) < len(pids):
             time.sleep(0.002)
     return [ends[pid] for pid in pids]

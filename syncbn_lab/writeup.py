@@ -23,7 +23,9 @@ def write(path: str | Path) -> Path:
         When the file is not there or is no notebook, or nbconvert is not installed.
     """
     source = Path(path)
-    if source.suffix != ".ipynb" or not source.is_file():
+    if not source.is_file():
+        raise InputError(f"{path} does not exist.")
+    if source.suffix != ".ipynb":
         raise InputError(f"{path} is not a notebook file (.ipynb).")
     try:
         import nbformat
@@ -37,7 +39,10 @@ def write(path: str | Path) -> Path:
     try:
         notebook = nbformat.read(source, as_version=4)
     except Exception as error:
-        raise InputError(f"{path} can't be read as a notebook: {error}.") from error
+        said = " ".join(str(error).split()).rstrip(".")
+        if isinstance(error, AttributeError | TypeError):  # of what nbformat took for a notebook
+            said = "it holds no list of cells"
+        raise InputError(f"{path} can't be read as a notebook: {said}.") from error
     exporter = HTMLExporter(
         config=Config(
             {"HTMLExporter": {"exclude_input_prompt": True, "exclude_output_prompt": True}}

@@ -1,18 +1,24 @@
 """How far from the float64 oracle a careful batch norm may be: budgets derived, not tuned.
 
 A careful implementation reads inputs of any dtype, computes in float32 (float64 for float64
-input) with sums taken pairwise or blockwise, and rounds each result once to its dtype. With u
-the unit roundoff of that arithmetic and n values per channel:
+input) with sums taken pairwise or blockwise, and rounds each result once to its dtype. With n
+values per channel, u the unit roundoff of that arithmetic (twice that for float64 input, where
+the reference is itself computed in float64 and errs as much), first order in u, and nothing
+overflowing or underflowing on the way:
 
 * a sum of n terms is off by at most g·(sum of their magnitudes), g = (ceil(log2 n) + 2)·u
   (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., section 4.2, plus one
   rounding for the terms and one for the division by n);
 * the mean by dm = g·mean|x|; the two-pass variance by dv = (g + 4u)·var + dm²
-  (Chan, Golub and LeVeque 1983: the shift by an inexact mean costs dm²);
-* the scale 1/sqrt(var + eps) relatively by ds = dv/(2(var + eps)) + 2u;
+  (Chan, Golub and LeVeque 1983: the shift by an inexact mean costs dm²). Normalizing with given
+  running statistics, dm = dv = 0;
+* the scale 1/sqrt(var + eps) relatively by ds = dv/(2(var + eps)) + 5u: half of u for eps
+  rounded to the arithmetic, half for adding it, 4u for the reciprocal root (an exact root and
+  quotient cost 2u, CUDA's rsqrtf up to 2 ulp);
 * the normalized input xhat = (x − mean)·scale by
-  dxhat = scale·dm + |xhat|·(ds + 4u) + 2u·scale·(|x| + |mean|). The last term allows the form
-  x·(w·scale) + (b − mean·w·scale) that fused kernels use;
+  dxhat = scale·dm + |xhat|·(ds + 4u) + u·scale·(2|x| + 3|mean|). The last term allows the form
+  x·(w·scale) + (b − mean·w·scale) that fused kernels use: both products are large beside their
+  difference; the first is rounded twice, the second three times when it is taken from the left;
 * y, dx, dweight and dbias follow by the same rules through the formulas of ``oracle.py``.
 
 Each result is then rounded once to its dtype: half an ulp. The naive variance
@@ -68,7 +74,8 @@ def batch_norm_budgets(
     grad_output: list[Tensor] | None,
 ) -> Budgets:
     """Derive the budgets of one layer from its input, one tensor of shape (N, C, ...) per rank."""
-    u = unit_roundoff(compute_dtype(x[0].dtype))
+    arithmetic = compute_dtype(x[0].dtype)
+    u = unit_roundoff(arithmetic) * (2 if arithmetic == torch.float64 else 1)
     n = max(reference.count, 2)
     g = (math.ceil(math.log2(n)) + 2) * u
     xs = [share.to(torch.float64) for share in x]
@@ -80,8 +87,10 @@ def batch_norm_budgets(
 
     d_mean = g * _sum_over_ranks([share.abs() for share in xs]) / n
     d_var = (g + 4 * u) * var + d_mean.square()
+    if not reference.batch_statistics:
+        d_mean, d_var = torch.zeros_like(mean), torch.zeros_like(var)
     scale = 1 / torch.sqrt(var + eps)
-    d_scale = d_var / (2 * (var + eps)) + 2 * u
+    d_scale = d_var / (2 * (var + eps)) + 5 * u
 
     d_xhats, d_ys = [], []
     for share, xhat in zip(xs, xhats, strict=True):
@@ -89,7 +98,7 @@ def batch_norm_budgets(
         d_xhat = (
             c(scale * d_mean)
             + xhat.abs() * c(d_scale + 4 * u)
-            + 2 * u * c(scale) * (share.abs() + c(mean).abs())
+            + u * c(scale) * (2 * share.abs() + 3 * c(mean).abs())
         )
         y = xhat * c(w) + c(b)
         d_xhats.append(d_xhat)
@@ -110,6 +119,9 @@ def batch_norm_budgets(
         g * _sum_over_ranks([value.abs() for value in weighted]) / n
         + _sum_over_ranks(d_weighted) / n
     )
+    if not reference.batch_statistics:
+        # dx is w·scale·dy then: no mean takes part.
+        mean_dy = mean_dy_xhat = d_mean_dy = d_mean_dy_xhat = torch.zeros_like(mean)
     d_dxs = []
     for share, dy, xhat, d_xhat in zip(xs, dys, xhats, d_xhats, strict=True):
         c = _broadcaster(share)

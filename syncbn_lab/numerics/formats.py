@@ -38,6 +38,7 @@ def ulp(value: Tensor, dtype: torch.dtype) -> Tensor:
     """The ulp of ``dtype`` at each value, in float64, same shape as ``value``."""
     info = torch.finfo(dtype)
     magnitude = value.to(torch.float64).abs().clamp(min=info.tiny)
-    # frexp gives v = m·2^e with 0.5 <= m < 1, so the binade starts at 2^(e − 1).
-    _, exponent = torch.frexp(magnitude)
-    return torch.ldexp(torch.tensor(info.eps, dtype=torch.float64), exponent - 1)
+    # frexp gives v = m·2^e with 0.5 <= m < 1, so the binade starts at 2^(e − 1) = v/(2m), and
+    # the division is exact. torch.ldexp won't do: given a scalar to broadcast, it warns.
+    mantissa, _ = torch.frexp(magnitude)
+    return info.eps * (magnitude / (2 * mantissa))

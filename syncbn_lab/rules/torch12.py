@@ -21,6 +21,12 @@ What is not reached:
 - code that leaves the thread (a thread of one's own, DataParallel): modes are per thread. The
   engine's worker threads inherit them;
 - values: where torch 1.2 computed another number with the same dtype, today's number stays;
+- when shape and dtype are both wrong in place, torch 1.2 spoke of the shape, here the dtype;
+- a few things that today's torch refuses or allows for other reasons: ``x - True``, ``addcdiv``
+  of integers, ``scatter_`` with a 0-dim source, integer convolutions, int32 indices, ``kl_div``
+  of a 0-dim tensor with one of another dtype, triangular solves, ``out=`` of a comparison;
+- gradient clipping and the gradient scaler are today's own code and not judged: torch 1.2
+  clipped mixed models, with norms that were Python numbers;
 - convolutions with a bias, prelu and ``.grad = …`` inside a hook that backward calls keep
   today's wording, since backward runs with the function mode switched off (inside a custom
   Function's backward it is switched on again);

@@ -66,7 +66,7 @@ class FrameRecorder:
         if code.co_filename not in self._files or code.co_name.startswith("<"):
             return
         if event == "call":
-            names = code.co_varnames[: code.co_argcount]
+            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
             self._arguments[id(frame)] = _tensors({n: frame.f_locals.get(n) for n in names})
         elif event == "return":
             self.records.append(

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 
-
 @dataclasses.dataclass(frozen=True)
 class Place:
     """Where an error was raised."""
@@ -84,8 +83,8 @@ def end_line(code: CodeType, lasti: int) -> int | None:
 def statement_at(source: str, line: int) -> tuple[int, int, list[str]]:
     """The innermost simple statement around a line: first line, last line, names it reads.
 
-    Names are variables ("mean") and attributes of a variable ("self.running_mean"), in order
-    of appearance.
+    Of a block statement (with, if, def) the header alone is meant. Names are variables ("mean")
+    and attributes of a variable ("self.running_mean"), in order of appearance.
     """
     try:
         tree = ast.parse(source)
@@ -101,17 +100,35 @@ def statement_at(source: str, line: int) -> tuple[int, int, list[str]]:
             best = node
     if best is None:
         return line, line, []
-    last = best.end_lineno or best.lineno
-    if hasattr(best, "body"):
-        # A block statement (with, if, def): its header alone is meant.
-        last = min(last, line)
+    first, last = best.lineno, best.end_lineno or best.lineno
+    if isinstance(best, ast.Match) or hasattr(best, "body"):
+        last = _header_end(best, source.splitlines())
+        if line > last:
+            # Between the blocks of one statement: "except …:", "else:", "case …:".
+            first = last = line
+    # An augmented assignment reads its target too; any other assignment does not.
+    read = {node.target for node in ast.walk(best) if isinstance(node, ast.AugAssign)}
     names: dict[str, tuple[int, int]] = {}
     for node in ast.walk(best):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            names.setdefault(f"{node.value.id}.{node.attr}", (node.lineno, node.col_offset))
-        elif isinstance(node, ast.Name):
+        if not isinstance(node, ast.Attribute | ast.Name) or not first <= node.lineno <= last:
+            continue
+        if not isinstance(node.ctx, ast.Load) and node not in read:
+            continue
+        if isinstance(node, ast.Name):
             names.setdefault(node.id, (node.lineno, node.col_offset))
-    return best.lineno, last, sorted(names, key=lambda name: names[name])
+        elif isinstance(node.value, ast.Name):
+            names.setdefault(f"{node.value.id}.{node.attr}", (node.lineno, node.col_offset))
+    return first, last, sorted(names, key=lambda name: names[name])
+
+
+def _header_end(block: Any, lines: list[str]) -> int:
+    """Last line of a block statement's header: the one before its body, or the body's own."""
+    inside = block.cases[0].pattern if isinstance(block, ast.Match) else block.body[0]
+    starts = [inside, *getattr(inside, "decorator_list", [])]
+    last = max(block.lineno, min(node.lineno for node in starts) - 1)
+    while last > block.lineno and lines[last - 1].partition("#")[0].strip() == "":
+        last -= 1
+    return last
 
 
 def describe_tensor(value: torch.Tensor) -> dict[str, Any]:
@@ -133,7 +150,7 @@ def _lookup(frame: FrameType, names: list[str]) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for name in names:
         head, _, attribute = name.partition(".")
-        value = frame.f_locals.get(head)
+        value = frame.f_locals.get(head, frame.f_globals.get(head))
         if attribute:
             value = getattr(value, attribute, None) if isinstance(value, torch.nn.Module) else None
         if isinstance(value, torch.Tensor):

@@ -191,6 +191,87 @@ MIXED: list[tuple[str, Pair, str, str]] = [
         "layer_norm",
     ),
     ("prelu", lambda a, b: F.prelu(t(a, 2, 3), t(b, 1)), found("L", "H"), "prelu"),
+    ("dot", lambda a, b: torch.dot(t(a, 3), t(b, 3)), other("L", "H", "tensor"), "matmul"),
+    ("ger", lambda a, b: torch.ger(t(a, 3), t(b, 3)), other("L", "H", "vec2"), "matmul"),
+    (
+        "tensordot",
+        lambda a, b: torch.tensordot(t(a, 2, 3), t(b, 3, 2), dims=1),
+        other("L", "H", "mat2"),
+        "matmul",
+    ),
+    (
+        "addmv",
+        lambda a, b: torch.addmv(t(a, 2), t(b, 2, 3), t(a, 3)),
+        scalar_type("L", "H", "argument #4 'mat'"),
+        "matmul",
+    ),
+    (
+        "addr",
+        lambda a, b: torch.addr(t(a, 3, 3), t(a, 3), t(b, 3)),
+        scalar_type("L", "H", "argument #5 'vec2'"),
+        "matmul",
+    ),
+    (
+        "addbmm",
+        lambda a, b: torch.addbmm(t(a, 2, 2), t(b, 2, 2, 3), t(b, 2, 3, 2)),
+        scalar_type("L", "H", "argument #4 'batch1'"),
+        "matmul",
+    ),
+    (
+        "baddbmm",
+        lambda a, b: torch.baddbmm(t(a, 2, 2, 2), t(b, 2, 2, 3), t(b, 2, 3, 2)),
+        found("H", "L"),
+        "matmul",
+    ),
+    (
+        "bilinear",
+        lambda a, b: F.bilinear(t(a, 2, 3), t(b, 2, 3), t(a, 4, 3, 3)),
+        found("L", "H"),
+        "matmul",
+    ),
+    ("cross", lambda a, b: torch.cross(t(a, 3), t(b, 3), dim=0), found("L", "H"), ""),
+    (
+        "scatter_add_",
+        lambda a, b: t(a, 3).scatter_add_(0, torch.tensor([0]), t(b, 1)),
+        scalar_type("L", "H", "argument #4 'src'"),
+        "index",
+    ),
+    (
+        "masked_scatter_",
+        lambda a, b: t(a, 3).masked_scatter_(t(i64, 3) > 1, t(b, 3)),
+        scalar_type("L", "H", "argument #3 'source'"),
+        "index",
+    ),
+    (
+        "bce_with_logits",
+        lambda a, b: F.binary_cross_entropy_with_logits(t(b, 3), t(a, 3)),
+        output_mismatch("L", "H"),
+        "loss",
+    ),
+    (
+        "bce_with_logits-pos_weight",
+        lambda a, b: F.binary_cross_entropy_with_logits(t(a, 3), t(a, 3), pos_weight=t(b, 3)),
+        expected_but_got("H", "L"),
+        "loss",
+    ),
+    (
+        "soft_margin",
+        lambda a, b: F.soft_margin_loss(t(a, 3), t(b, 3)),
+        other("L", "H", "target"),
+        "loss",
+    ),
+    (
+        "cosine_embedding",
+        lambda a, b: F.cosine_embedding_loss(t(a, 2, 3), t(a, 2, 3), t(b, 2)),
+        found("L", "H"),
+        "loss",
+    ),
+    (
+        "cosine_similarity",
+        lambda a, b: F.cosine_similarity(t(a, 2, 3), t(b, 2, 3)),
+        expected_but_got("H", "L"),
+        "elementwise",
+    ),
     (
         "hook-arithmetic",
         lambda a, b: _backward_through_hook(a, lambda g: g * t(b, 3)),
@@ -290,6 +371,33 @@ def test_mixed_dtypes_raise_what_torch_12_raised(run, message, rule):
     assert isinstance(caught.value, Torch12RuleError)
     if rule:
         assert caught.value.violation.rule == rule
+
+
+CONVOLUTIONS = [
+    (F.conv1d, (1, 1, 3), (1, 1, 3)),
+    (F.conv2d, (1, 1, 3, 3), (1, 1, 3, 3)),
+    (F.conv3d, (1, 1, 3, 3, 3), (1, 1, 3, 3, 3)),
+    (F.conv_transpose1d, (1, 1, 3), (1, 1, 3)),
+    (F.conv_transpose2d, (1, 1, 3, 3), (1, 1, 3, 3)),
+    (F.conv_transpose3d, (1, 1, 3, 3, 3), (1, 1, 3, 3, 3)),
+]
+
+
+@pytest.mark.parametrize(("convolve", "x", "weight"), CONVOLUTIONS)
+def test_every_convolution_in_cudnns_words(convolve, x, weight):
+    """On its CPU torch 1.2 had other words for conv3d and the transposed ones; cuDNN had these."""
+    words = r"Input type \(torch.HalfTensor\) and {} type \(torch.FloatTensor\) should be the same"
+    with torch12_rules():
+        with pytest.raises(Torch12RuleError, match=words.format("weight")):
+            convolve(t(f16, *x), t(f32, *weight))
+        with pytest.raises(Torch12RuleError, match=words.format("bias")):
+            convolve(t(f16, *x), t(f16, *weight), t(f32, 1))
+
+
+def test_foreach_is_its_rows():
+    with torch12_rules(), pytest.raises(Torch12RuleError) as caught:
+        torch._foreach_add_([t(f16, 3), t(f16, 3)], [t(f16, 3), t(f32, 3)])
+    assert str(caught.value) == output_mismatch("Half", "Float")
 
 
 @pytest.mark.parametrize(("low", "name"), [(f16, "Half"), (bf16, "BFloat16")])

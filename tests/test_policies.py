@@ -1,0 +1,136 @@
+"""The table of precision recipes, and the two kinds that torch itself carries out.
+
+Recipes of kind "apex" patch torch for a whole process, so they are tested where they run: in the
+child of an experiment.
+"""
+
+import pytest
+import torch
+
+from syncbn_lab.errors import InputError
+from syncbn_lab.policies import POLICIES, apply, check_keep_batchnorm_fp32
+
+
+def test_the_table_names_its_recipes_and_their_dtypes():
+    assert list(POLICIES) == [
+        "O0",
+        "O1",
+        "O2",
+        "O3",
+        "autocast-fp16",
+        "autocast-bf16",
+        "half",
+        "bf16",
+    ]
+    for name, policy in POLICIES.items():
+        assert policy.name == name
+        assert policy.kind in ("apex", "autocast", "cast")
+        assert isinstance(getattr(torch, policy.dtype), torch.dtype)
+        # What was reported, and what the recipe does by itself, are values it takes.
+        assert policy.reported_keep in policy.keep_choices
+        assert policy.own_keep in policy.keep_choices
+
+
+def test_only_o3_was_reported_with_keep():
+    assert {n: p.reported_keep for n, p in POLICIES.items() if p.reported_keep is not None} == {
+        "O3": True
+    }
+
+
+@pytest.mark.parametrize("keep", [None, True, False])
+def test_the_check_follows_the_table(keep):
+    for name, policy in POLICIES.items():
+        if keep in policy.keep_choices:
+            check_keep_batchnorm_fp32(name, keep)
+        else:
+            with pytest.raises(InputError, match=rf"^keep_batchnorm_fp32={keep} .*\.$"):
+                check_keep_batchnorm_fp32(name, keep)
+
+
+def test_the_table_and_check_refuse_what_is_no_bool():
+    # For every recipe the same sentence, also for those that take no keep at all.
+    for name in POLICIES:
+        with pytest.raises(InputError, match="^keep_batchnorm_fp32 is 'maybe'; allowed are True, "):
+            check_keep_batchnorm_fp32(name, "maybe")
+
+
+def _at_work(name):
+    """A small model under a recipe, and the dtypes that its layers give."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(16, 2)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen = []
+    for layer in model:
+        layer.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    return apply(POLICIES[name], None, model, optimizer, "cpu"), seen
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("autocast-fp16", torch.float16), ("autocast-bf16", torch.bfloat16)]
+)
+def test_autocast_lowers_the_operations_and_leaves_the_model(name, dtype):
+    recipe, seen = _at_work(name)
+    before = recipe.model[0].weight.detach().clone()
+    output = recipe.forward(torch.randn(4, 3, 4, 4))
+    assert seen[0] == dtype  # the convolution
+    assert seen[3] == dtype  # the linear layer
+    assert output.dtype == dtype
+    assert {p.dtype for p in recipe.model.parameters()} == {torch.float32}
+    assert recipe.model[1].running_mean.dtype == torch.float32
+    # Around forward only: outside it a convolution is float32 again.
+    assert recipe.model[0](torch.randn(1, 3, 4, 4)).dtype == torch.float32
+    recipe.backward(output.float().pow(2).mean())
+    recipe.step()
+    assert not torch.equal(recipe.model[0].weight, before)
+
+
+def _gradient(name, factor):
+    """The first gradient under a recipe, of a loss made small by a factor."""
+    recipe, _ = _at_work(name)
+    torch.manual_seed(1)
+    recipe.backward(recipe.forward(torch.randn(4, 3, 4, 4)).float().pow(2).mean() * factor)
+    return recipe.model[3].bias.grad
+
+
+def test_only_float16_gradients_are_scaled():
+    # 2^16 is the scale that torch.amp.GradScaler starts with; bfloat16 needs none.
+    plain = _gradient("bf16", 1.0)
+    assert (_gradient("autocast-fp16", 2.0**-16) / plain).allclose(torch.ones(2), rtol=0.1)
+    assert (_gradient("autocast-bf16", 1.0) / plain.float()).allclose(torch.ones(2), rtol=0.1)
+
+
+def test_the_scaled_gradient_is_unscaled_before_the_step():
+    recipe, _ = _at_work("autocast-fp16")
+    before = recipe.model[3].bias.detach().clone()
+    torch.manual_seed(1)
+    recipe.backward(recipe.forward(torch.randn(4, 3, 4, 4)).float().pow(2).mean())
+    scaled = recipe.model[3].bias.grad.clone()
+    recipe.step()
+    moved = before - recipe.model[3].bias.detach()
+    assert torch.allclose(moved, 0.1 * scaled / 2.0**16, rtol=1e-3)
+
+
+def test_a_step_with_an_overflown_gradient_is_skipped():
+    recipe, _ = _at_work("autocast-fp16")
+    before = recipe.model[3].bias.detach().clone()
+    recipe.backward(recipe.forward(torch.randn(4, 3, 4, 4)).float().sum() * float("inf"))
+    recipe.step()
+    assert torch.equal(recipe.model[3].bias, before)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("half", torch.float16), ("bf16", torch.bfloat16)])
+def test_a_cast_lowers_the_whole_model_and_its_buffers(name, dtype):
+    recipe, seen = _at_work(name)
+    floating = [*recipe.model.parameters(), *recipe.model.buffers()]
+    assert {t.dtype for t in floating if t.is_floating_point()} == {dtype}
+    assert recipe.model[1].num_batches_tracked.dtype == torch.int64
+    before = recipe.model[0].weight.detach().clone()
+    output = recipe.forward(torch.randn(4, 3, 4, 4))
+    assert set(seen) == {dtype}
+    assert output.dtype == torch.float32  # the loss is taken in float32
+    recipe.backward(output.pow(2).mean())
+    assert recipe.model[0].weight.grad.dtype == dtype
+    recipe.step()
+    assert not torch.equal(recipe.model[0].weight, before)

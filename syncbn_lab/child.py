@@ -136,8 +136,7 @@ def _train(experiment: Experiment, rank: int) -> tuple[dict[str, Any], list[Laye
                 layers.records.clear()
                 frames.records.clear()
                 optimizer.zero_grad()
-                output = recipe.forward(x)
-                loss = loss_function(output)
+                output, loss = recipe.forward(x, loss_function)
                 if step == 0:
                     result["nodes"] = sorted(_node_names(loss))
                 phase = "backward"

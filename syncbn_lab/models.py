@@ -82,7 +82,8 @@ def loss_function(name: str, labels: Tensor) -> Any:
     """The loss on a model's output: cross entropy for the encoder, mean square elsewhere."""
     if name == "encoder":
         return lambda output: nn.functional.cross_entropy(output, labels)
-    return lambda output: output.pow(2).mean()
+    # In float32: a float16 mean times the usual loss scale of 65536 is infinite.
+    return lambda output: output.float().pow(2).mean()
 
 
 def load_input(name: str, model: str, seed: int, rank: int = 0) -> tuple[Tensor, Tensor, str]:

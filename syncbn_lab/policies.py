@@ -6,9 +6,8 @@ and gives back a ``Recipe``: what stands around forward, backward and the optimi
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from syncbn_lab.errors import InputError
@@ -97,8 +96,8 @@ class Recipe:
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
-    forward: Callable[[Any], Any]
-    """Runs the model on an input as the recipe has it done."""
+    forward: Callable[[Any, Any], tuple[Any, Any]]
+    """Runs the model on an input and the loss on its output; gives both."""
     backward: Callable[[Any], None]
     """Scales the loss where the recipe does, and runs backward."""
     step: Callable[[], None]
@@ -129,7 +128,11 @@ def _apply_apex(policy: Policy, keep: bool | None, model: Any, optimizer: Any, a
         with amp.scale_loss(loss, optimizer) as scaled_loss:
             scaled_loss.backward()
 
-    return Recipe(model, optimizer, model, backward, optimizer.step)
+    def forward(x: Any, loss_function: Any) -> tuple[Any, Any]:
+        output = model(x)
+        return output, loss_function(output)
+
+    return Recipe(model, optimizer, forward, backward, optimizer.step)
 
 
 def _apply_autocast(policy: Policy, model: Any, optimizer: Any, device: str) -> Recipe:
@@ -139,14 +142,11 @@ def _apply_autocast(policy: Policy, model: Any, optimizer: Any, device: str) -> 
     # bfloat16 has float32's exponent range, so only float16 needs its gradients scaled.
     scaler = torch.amp.GradScaler(device, enabled=policy.dtype == "float16")
 
-    @contextlib.contextmanager
-    def autocast() -> Iterator[None]:
+    def forward(x: Any, loss_function: Any) -> tuple[Any, Any]:
+        # The loss belongs inside: outside it would stay float16, and scaled by 65536 overflow.
         with torch.autocast(device, dtype):
-            yield
-
-    def forward(x: Any) -> Any:
-        with autocast():
-            return model(x)
+            output = model(x)
+            return output, loss_function(output)
 
     def backward(loss: Any) -> None:
         scaler.scale(loss).backward()
@@ -164,8 +164,9 @@ def _apply_cast(policy: Policy, model: Any, optimizer: Any) -> Recipe:
     dtype = getattr(torch, policy.dtype)
     model.to(dtype)
 
-    def forward(x: Any) -> Any:
-        # The loss is float32, as apex's O3 has it.
-        return model(x.to(dtype)).float()
+    def forward(x: Any, loss_function: Any) -> tuple[Any, Any]:
+        output = model(x.to(dtype))
+        # A float32 loss, as apex's O3 has it.
+        return output, loss_function(output.float())
 
     return Recipe(model, optimizer, forward, lambda loss: loss.backward(), optimizer.step)

@@ -284,7 +284,8 @@ def _compare(
         value = value.to(torch.float64)
         # Not finite where the reference fits into the dtype: as wrong as can be.
         difference = torch.where(value.isfinite(), (value - reference).abs(), torch.inf)
-        overflow = value == torch.where(reference.abs() + budget >= edge, reference.sign(), 0) / 0
+        beyond = reference.abs() + budget >= edge
+        overflow = beyond & (value == reference.sign() * torch.inf)
         errors.append(_columns(torch.where(overflow, 0.0, difference)))
         references.append(_columns(reference.abs()))
         allowed.append(_columns(with_rounding(budget, reference, coarser)))

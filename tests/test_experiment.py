@@ -141,7 +141,7 @@ def test_o1_with_keep_is_refused_in_our_words_and_in_those_of_the_installed_apex
 
 
 def _o1_branch(source):
-    start = source.index('if self.opt_level == "O1" and value is not None:', source.index("keep_"))
+    start = source.index('elif name == "keep_batchnorm_fp32":')
     return source[source.index("warn_or_err(", start) : source.index(".format(value)", start)]
 
 

@@ -19,7 +19,9 @@ overflowing or underflowing on the way:
   dxhat = scale·dm + |xhat|·(ds + 4u) + u·scale·(2|x| + 3|mean|). The last term allows the form
   x·(w·scale) + (b − mean·w·scale) that fused kernels use: both products are large beside their
   difference; the first is rounded twice, the second three times when it is taken from the left;
-* y, dx, dweight and dbias follow by the same rules through the formulas of ``oracle.py``.
+* y, dx, dweight and dbias follow by the same rules through the formulas of ``oracle.py``. In
+  dx the product of two errors of xhat stays: in a constant channel far from zero, scale·dm is
+  not small and xhat itself is zero, so that product is all there is.
 
 Each result is then rounded once to its dtype: half an ulp. The naive variance
 E[x²] − E[x]² is off by g·(var + 2·mean²) instead, so it leaves these budgets as soon as the
@@ -129,7 +131,7 @@ def batch_norm_budgets(
         magnitudes = dy.abs() + c(mean_dy).abs() + (xhat * c(mean_dy_xhat)).abs()
         d_inner = (
             c(d_mean_dy)
-            + xhat.abs() * c(d_mean_dy_xhat)
+            + (xhat.abs() + d_xhat) * c(d_mean_dy_xhat)
             + d_xhat * c(mean_dy_xhat).abs()
             + 4 * u * magnitudes
         )

@@ -48,6 +48,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import InputError
+from ..trace.place import current_line
 from . import gradients
 from .adapt import adapted, reversed_division
 from .describe import basis_of
@@ -107,7 +108,7 @@ class Rules:
             result_dtype=short_name(result_dtype),
             phase="backward" if backward else "forward",
             file=frame.f_code.co_filename if frame else None,
-            line=frame.f_lineno if frame else None,
+            line=current_line(frame) if frame else None,
             gradient_index=index,
             expected=short_name(finding.expected),
             got=short_name(finding.got),

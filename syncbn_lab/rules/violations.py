@@ -50,7 +50,8 @@ class Violation:
     file: str | None
     """Innermost Python frame outside torch and outside these rules; None on a worker thread."""
     line: int | None
-    """That frame's line, as the running Python counts."""
+    """That frame's line, counted by statement (``trace/place.py``): the last line of the
+    expression, as Python 3.6 and 3.7 report it."""
     gradient_index: int | None
     """Which gradient of a node, counted over its tensor inputs."""
     expected: str | None

@@ -80,6 +80,11 @@ def end_line(code: CodeType, lasti: int) -> int | None:
     return positions[index][1]
 
 
+def current_line(frame: FrameType) -> int:
+    """The line that a frame is at, counted by statement."""
+    return end_line(frame.f_code, frame.f_lasti) or frame.f_lineno
+
+
 def statement_at(source: str, line: int) -> tuple[int, int, list[str]]:
     """The innermost simple statement around a line: first line, last line, names it reads.
 

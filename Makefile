@@ -10,6 +10,7 @@ LAB_ARGS ?=
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 RUNS := data/runs
+BEGAN := $(shell date +%s)
 # The stamp of a finished setup, and the mark of one that began; see $(READY) below.
 READY := $(VENV)/syncbn-lab-is-set-up
 BEGUN := $(VENV)/syncbn-lab-setup-began
@@ -28,7 +29,7 @@ help: ## list the targets
 	@echo "May be set: OPT_LEVEL=\"O1 O3\", VENV=folder, PYTHON=interpreter, TORCH_INDEX=address of PyTorch's CPU wheels"
 
 repro: $(READY) ## reproduce the reported errors: O1, O2 and O3, or OPT_LEVEL=O3 for one
-	@mkdir -p $(RUNS); began=$$(date +%s); done=; failed=; \
+	@mkdir -p $(RUNS); done=; failed=; \
 	for level in $(OPT_LEVEL); do \
 	  run=$(RUNS)/repro-$$level; \
 	  echo "== $$level: papermill notebooks/repro.ipynb $$run.ipynb -p opt_level $$level"; \
@@ -47,7 +48,7 @@ repro: $(READY) ## reproduce the reported errors: O1, O2 and O3, or OPT_LEVEL=O3
 	  echo "== all:$$done, with the .html beside each"; \
 	  $(PY) -m syncbn_lab results --table $$done || failed="$$failed table"; \
 	fi; \
-	echo "== $$(($$(date +%s) - began)) s in all"; \
+	echo "== $$(($$(date +%s) - $(BEGAN))) s in all, setup included"; \
 	[ -z "$$failed" ] || { echo "failed:$$failed" >&2; exit 1; }
 
 test: $(READY) ## every check: ruff, mypy, pytest

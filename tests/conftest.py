@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import syncbn_lab as lab
-from syncbn_lab import run as _run  # the function; the module is reached by its name below
+from syncbn_lab import run as _run
 
 RUNS = {
     # The three reported configurations, each ending in the reported error.

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import yaml
 
-from syncbn_lab import cases as _  # noqa: F401 - the function; the module is imported below
 from syncbn_lab.cases import (
     Case,
     _load,
@@ -108,7 +107,9 @@ def test_a_missing_field_is_named(tmp_path, name, empty):
         fields[name] = empty
     said = _refusal(tmp_path, yaml.safe_dump(fields))
     assert said.startswith(f"broken.yaml is not a case: it lacks {name}; a case has case, title, ")
-    assert said.endswith("may have date, environment, configuration, phase, error_type, file, line.")
+    assert said.endswith(
+        "may have date, environment, configuration, phase, error_type, file, line."
+    )
 
 
 @pytest.mark.parametrize("name", ["sean", 5])  # a typing error, and a key that is no text
@@ -125,9 +126,7 @@ def test_a_name_that_is_not_the_files_is_refused(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "[1, 2]", "just words", "5"])  # all of them YAML, no table
 def test_a_file_that_is_no_table_is_refused(tmp_path, text):
-    assert _refusal(tmp_path, text) == (
-        "broken.yaml is not a case: it holds no table of fields."
-    )
+    assert _refusal(tmp_path, text) == ("broken.yaml is not a case: it holds no table of fields.")
 
 
 @pytest.mark.parametrize(

@@ -243,14 +243,15 @@ def test_a_kernel_whose_interpreter_is_gone(tmp_path: Path) -> None:
 def test_a_report_fits_100_columns_and_loses_no_word() -> None:
     checks = [
         Check("torch", "2.13.0, " + "a long story " * 20, "ok"),
-        Check("apex", "x" * 300, "trap", "Do this " * 30),
+        Check("apex", "x" * 300, "trap", "Do this " * 30),  # a path has no place to break
         Check("GPU", "none", "note"),
     ]
     text = doctor.report(checks)
     assert max(map(len, text.splitlines())) <= 100
-    assert text.count("story") == 20
-    assert text.count("x") - text.count("apex") == 300
-    assert text.count("Do this") == 30 or "".join(text.split()).count("Dothis") == 30
+    words = "".join(text.split())
+    assert words.count("alongstory") == 20
+    assert "x" * 300 in words
+    assert words.count("Dothis") == 30
     assert text.endswith("1 trap, 1 note.")
 
 

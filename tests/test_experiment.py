@@ -1,4 +1,4 @@
-"""Every field of an experiment is checked when it is made, and the sentence says what is allowed."""
+"""Every field of an experiment is checked when it is made; the sentence says what is allowed."""
 
 import dataclasses
 import importlib.util

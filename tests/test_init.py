@@ -29,7 +29,7 @@ def test_run_and_cases_stay_functions_after_their_modules_are_imported():
 
 
 def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="^syncbn_lab has no attribute 'optlevel'$"):
+    with pytest.raises(AttributeError, match=r"^syncbn_lab has no attribute 'optlevel'$"):
         _ = lab.optlevel
     assert not hasattr(lab, "rum")
 

@@ -278,8 +278,9 @@ def test_setup_with_a_python_without_venv_names_the_package_that_brings_it(tmp_p
     python.chmod(0o755)
     answer = _make("setup", f"VENV={tmp_path / 'venv'}", f"PYTHON={python}")
     assert answer.returncode != 0
-    assert f"{python} has no venv module (Debian and Ubuntu: apt install python3-venv)" in (
-        answer.stderr.splitlines()[0]
+    assert (
+        f"{python} has no venv module (Debian and Ubuntu: apt install python3-venv)"
+        in (answer.stderr.splitlines()[0])
     )
     assert not (tmp_path / "venv").exists()
 

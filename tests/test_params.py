@@ -204,8 +204,8 @@ def test_the_sentence_says_what_will_run():
         "O1, apex (reported), torch-1.2 rules, encoder, cpu; compared with the reported case "
         "apex-481-o1."
     )
-    assert choose({"opt_level": "O0"}).sentence().endswith(
-        "; a control: nothing was reported for it."
+    assert (
+        choose({"opt_level": "O0"}).sentence().endswith("; a control: nothing was reported for it.")
     )
 
 
@@ -254,7 +254,7 @@ for source in json.loads(sys.argv[1]):
     assert result.success, said
     names = run("injected_names()")[0].result
     checked, text = run("lab.parameters({**DEFAULTS, **globals()})")
-    replies.append([names, type(checked.error_in_exec).__name__, text, len(shell.history_manager.input_hist_raw)])
+    replies.append([names, type(checked.error_in_exec).__name__, text])
 print(json.dumps(replies))
 """
 CELLS = [
@@ -295,7 +295,7 @@ def test_injected_names_are_those_of_the_latest_injected_cell(replies):
     ],
 )
 def test_a_wrong_parameter_ends_in_one_sentence_without_a_traceback(replies, cell, said):
-    _, kind, text, _ = replies[cell]
+    _, kind, text = replies[cell]
     assert kind == "InputError"
     assert text.strip().startswith(f"InputError: {said}")
     assert "\n" not in text.strip()

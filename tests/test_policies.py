@@ -50,15 +50,25 @@ def test_the_check_follows_the_table(keep):
 def test_the_table_and_check_refuse_what_is_no_bool():
     # For every recipe the same sentence, also for those that take no keep at all.
     for name in POLICIES:
-        with pytest.raises(InputError, match="^keep_batchnorm_fp32 is 'maybe'; allowed are True, "):
+        with pytest.raises(
+            InputError, match=r"^keep_batchnorm_fp32 is 'maybe'; allowed are True, "
+        ):
             check_keep_batchnorm_fp32(name, "maybe")
+
+
+def mean_square(output):
+    """A loss that autocast takes in float32."""
+    return torch.nn.functional.mse_loss(output, torch.zeros_like(output))
 
 
 def _at_work(name):
     """A small model under a recipe, and the dtypes that its layers give."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
-        torch.nn.Conv2d(3, 4, 3), torch.nn.BatchNorm2d(4), torch.nn.Flatten(), torch.nn.Linear(16, 2)
+        torch.nn.Conv2d(3, 4, 3),
+        torch.nn.BatchNorm2d(4),
+        torch.nn.Flatten(),
+        torch.nn.Linear(16, 2),
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     seen = []
@@ -73,7 +83,15 @@ def _at_work(name):
 def test_autocast_lowers_the_operations_and_leaves_the_model(name, dtype):
     recipe, seen = _at_work(name)
     before = recipe.model[0].weight.detach().clone()
-    output = recipe.forward(torch.randn(4, 3, 4, 4))
+    inside = []
+
+    def loss_function(output):
+        inside.append(torch.is_autocast_enabled("cpu"))
+        return mean_square(output)
+
+    output, loss = recipe.forward(torch.randn(4, 3, 4, 4), loss_function)
+    assert inside == [True]  # the loss belongs inside, as torch's documentation has it
+    assert loss.dtype == torch.float32
     assert seen[0] == dtype  # the convolution
     assert seen[3] == dtype  # the linear layer
     assert output.dtype == dtype
@@ -81,7 +99,7 @@ def test_autocast_lowers_the_operations_and_leaves_the_model(name, dtype):
     assert recipe.model[1].running_mean.dtype == torch.float32
     # Around forward only: outside it a convolution is float32 again.
     assert recipe.model[0](torch.randn(1, 3, 4, 4)).dtype == torch.float32
-    recipe.backward(output.float().pow(2).mean())
+    recipe.backward(loss)
     recipe.step()
     assert not torch.equal(recipe.model[0].weight, before)
 
@@ -90,7 +108,8 @@ def _gradient(name, factor):
     """The first gradient under a recipe, of a loss made small by a factor."""
     recipe, _ = _at_work(name)
     torch.manual_seed(1)
-    recipe.backward(recipe.forward(torch.randn(4, 3, 4, 4)).float().pow(2).mean() * factor)
+    _, loss = recipe.forward(torch.randn(4, 3, 4, 4), mean_square)
+    recipe.backward(loss * factor)
     return recipe.model[3].bias.grad
 
 
@@ -105,7 +124,7 @@ def test_the_scaled_gradient_is_unscaled_before_the_step():
     recipe, _ = _at_work("autocast-fp16")
     before = recipe.model[3].bias.detach().clone()
     torch.manual_seed(1)
-    recipe.backward(recipe.forward(torch.randn(4, 3, 4, 4)).float().pow(2).mean())
+    recipe.backward(recipe.forward(torch.randn(4, 3, 4, 4), mean_square)[1])
     scaled = recipe.model[3].bias.grad.clone()
     recipe.step()
     moved = before - recipe.model[3].bias.detach()
@@ -115,7 +134,7 @@ def test_the_scaled_gradient_is_unscaled_before_the_step():
 def test_a_step_with_an_overflown_gradient_is_skipped():
     recipe, _ = _at_work("autocast-fp16")
     before = recipe.model[3].bias.detach().clone()
-    recipe.backward(recipe.forward(torch.randn(4, 3, 4, 4)).float().sum() * float("inf"))
+    recipe.backward(recipe.forward(torch.randn(4, 3, 4, 4), mean_square)[1] * float("inf"))
     recipe.step()
     assert torch.equal(recipe.model[3].bias, before)
 
@@ -127,10 +146,11 @@ def test_a_cast_lowers_the_whole_model_and_its_buffers(name, dtype):
     assert {t.dtype for t in floating if t.is_floating_point()} == {dtype}
     assert recipe.model[1].num_batches_tracked.dtype == torch.int64
     before = recipe.model[0].weight.detach().clone()
-    output = recipe.forward(torch.randn(4, 3, 4, 4))
+    output, loss = recipe.forward(torch.randn(4, 3, 4, 4), mean_square)
     assert set(seen) == {dtype}
-    assert output.dtype == torch.float32  # the loss is taken in float32
-    recipe.backward(output.pow(2).mean())
+    assert output.dtype == dtype  # what the model gave, untouched
+    assert loss.dtype == torch.float32
+    recipe.backward(loss)
     assert recipe.model[0].weight.grad.dtype == dtype
     recipe.step()
     assert not torch.equal(recipe.model[0].weight, before)

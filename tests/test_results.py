@@ -208,6 +208,8 @@ def test_the_table_keeps_to_its_width_and_loses_no_word(made, count, width):
     rows = [summary_row(made[name]) for name in [*made, *made, *made][:count]]
     text = text_table(rows, width)
     assert max(len(line) for line in text.splitlines()) <= width
+    for rule in (line for line in text.splitlines() if "─┼─" in line):
+        assert min(len(column) for column in rule.split("─┼─")[1:]) >= 20  # still to be read
     for name in rows[0]:
         assert any(line.startswith(name) for line in text.splitlines())
     # Read down a column, every cell is there whole; wrapping may break inside a long word.

@@ -133,7 +133,7 @@ def test_silent_casts_are_counted_by_place(runs):
     table = tables.silent_casts(result)
     assert table["times"].sum() == len(result.silent_casts)
     assert table["values"].sum() == sum(cast["numel"] for cast in result.silent_casts)
-    assert "sync_batchnorm.py line 108" in set(table["where"])
+    assert "sync_batchnorm.py line 109" in set(table["where"])
     gradients = tables.silent_casts(runs["o1_today"])
     assert gradients["times"].tolist() == [2]
     assert gradients["what happens"].tolist() == ["gradient float32 → float16"]

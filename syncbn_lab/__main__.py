@@ -125,7 +125,7 @@ def _run(chosen: argparse.Namespace) -> int:
     require_device(experiment.device)
     result = run(experiment)
     if chosen.json:
-        print(json.dumps(result.to_dict(), indent=1))
+        print(json.dumps(result.to_dict(), indent=1, allow_nan=False))
         return 0
     print(result.sentence())
     lines = {

@@ -56,8 +56,11 @@ class Parameters:
         return f"{self.experiment.describe()}; {against}."
 
 
-def parameters(namespace: Mapping[str, Any]) -> Parameters:
-    """Check a notebook's parameters, ``lab.parameters(globals())``, and make its experiment.
+def parameters(namespace: Mapping[str, Any] | None = None) -> Parameters:
+    """Check a notebook's parameters, ``lab.parameters()``, and make its experiment.
+
+    ``namespace`` holds their values; left out, the variables of the running notebook, which
+    are asked of IPython: a parameter called globals must not get in the way.
 
     Raises
     ------
@@ -65,6 +68,9 @@ def parameters(namespace: Mapping[str, Any]) -> Parameters:
         On an unknown name, a value that is not allowed, values that contradict each other, a
         GPU that is not there, or an apex that is missing or is another package.
     """
+    if namespace is None:
+        shell = _shell()
+        namespace = {} if shell is None else shell.user_ns
     injected = injected_names()
     unknown = [name for name in injected if name not in DEFAULTS]
     if unknown:
@@ -166,12 +172,17 @@ def injected_names() -> list[str]:
 
 
 def _cell_sources() -> list[str]:
+    shell = _shell()
+    return [] if shell is None else list(shell.history_manager.input_hist_raw)
+
+
+def _shell() -> Any:
+    """The running IPython; None outside one."""
     try:
         from IPython import get_ipython
     except ImportError:
-        return []
-    shell = get_ipython()
-    return [] if shell is None else list(shell.history_manager.input_hist_raw)
+        return None
+    return get_ipython()
 
 
 def _assigned(source: str) -> list[str]:

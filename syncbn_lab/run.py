@@ -10,10 +10,12 @@ import atexit
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,8 +91,11 @@ class RunResult:
     """From fork to verdict."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values, ready for JSON, with the schema's version."""
-        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+        """Return plain values, ready for strict JSON, with the schema's version.
+
+        JSON has no infinity: a number that is not finite is spelled "inf", "-inf" or "nan".
+        """
+        return {"schema": SCHEMA, **_each_value(dataclasses.asdict(self), _spell)}
 
     def sentence(self) -> str:
         """Return the run in one line."""
@@ -104,7 +109,25 @@ def result_from_dict(fields: dict[str, Any]) -> RunResult:
     schema = fields.pop("schema", None)
     if schema != SCHEMA:
         raise InputError(f"this result has schema {schema}; this version reads schema {SCHEMA}.")
+    fields = _each_value(fields, _unspell)
     return RunResult(**{**fields, "experiment": experiment_from_dict(fields["experiment"])})
+
+
+def _spell(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _unspell(value: Any) -> Any:
+    return float(value) if value in ("inf", "-inf", "nan") else value
+
+
+def _each_value(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested plain values with a change made to each innermost one."""
+    if isinstance(value, dict):
+        return {key: _each_value(inner, change) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_each_value(inner, change) for inner in value]
+    return change(value)
 
 
 def run(experiment: Experiment) -> RunResult:

@@ -11,6 +11,8 @@ import pytest
 import syncbn_lab as lab
 from syncbn_lab import run as _run
 
+pytest_plugins = ("gpu_record",)
+
 RUNS = {
     # The three reported configurations, each ending in the reported error.
     "o1": {"opt_level": "O1"},

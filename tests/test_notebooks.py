@@ -37,9 +37,10 @@ GOOD = {
     "plain": ["-p", "opt_level", "O2", "-p", "implementation", "batchnorm"],
     # Nothing can be compared here: the layer gives None in every configuration.
     "cast-added": ["-p", "opt_level", "O2", "-p", "revision", "cast-added", "-p", "model", "toy"],
-    "return-fixed, today": (
-        "-p opt_level O2 -p revision return-fixed -p rules installed -p model toy".split()
-    ),
+    "return-fixed, today": [
+        *("-p", "opt_level", "O2", "-p", "revision", "return-fixed"),
+        *("-p", "rules", "installed", "-p", "model", "toy"),
+    ],
 }
 NAMES = ", ".join(DEFAULTS)
 # Parameters, and the sentence that the output must end in.
@@ -61,6 +62,7 @@ BAD = {
     ),
     "half a seed": (["-p", "seed", "1.5"], "seed is 1.5; allowed is a whole number"),
     "a reserved name": (["-p", "In", "5"], f"In is no parameter .* are {NAMES}"),
+    "a name that Python needs": (["-p", "globals", "5"], "globals is no parameter"),
     "no GPU": (["-p", "device", "cuda"], "device is 'cuda', but torch .* allowed here is cpu"),
 }
 
@@ -255,8 +257,10 @@ def test_without_the_right_apex_nothing_runs(started, name: str, sentence: str) 
 def test_the_notebook_runs_from_its_own_folder_too(tmp_path: Path) -> None:
     # JupyterLab starts a kernel in the notebook's folder, papermill in the caller's.
     done = subprocess.run(
-        [sys.executable, "-m", "papermill", "--no-progress-bar", "repro.ipynb"]
-        + [str(tmp_path / "out.ipynb"), "-p", "opt_level", "O2", "-p", "model", "toy"],
+        [
+            *(sys.executable, "-m", "papermill", "--no-progress-bar", "repro.ipynb"),
+            *(str(tmp_path / "out.ipynb"), "-p", "opt_level", "O2", "-p", "model", "toy"),
+        ],
         capture_output=True,
         text=True,
         cwd=ROOT / "notebooks",

@@ -264,9 +264,7 @@ def test_a_split_batch_is_the_whole_batch(sizes, training):
         "training": training,
     }
     whole = oracle.batch_norm(x, grad_output=dy, **arguments)
-    split = oracle.batch_norm(
-        list(x.split(sizes)), grad_output=list(dy.split(sizes)), **arguments
-    )
+    split = oracle.batch_norm(list(x.split(sizes)), grad_output=list(dy.split(sizes)), **arguments)
     for name in ("y", "xhat", "dx"):
         assert [len(share) for share in getattr(split, name)] == list(sizes)
         assert_close(torch.cat(getattr(split, name)), getattr(whole, name))

@@ -319,9 +319,7 @@ def test_an_overflow_of_the_wrong_dtype_is_wrong():
 )
 def test_where_float16_ends(bias, expected):
     # A weight of 0 leaves the bias alone.
-    record = right_record(
-        weight=torch.zeros(CHANNELS), bias=torch.full((CHANNELS,), bias)
-    )
+    record = right_record(weight=torch.zeros(CHANNELS), bias=torch.full((CHANNELS,), bias))
     y = torch.full_like(record.y, torch.inf)
     assert judge_one(changed(record, y=y))[0] == expected
 
@@ -478,7 +476,7 @@ def test_an_error_on_the_last_rank_is_found():
 
 
 def test_ranks_with_different_layers_cannot_be_judged():
-    with pytest.raises(ValueError, match="shorter|longer"):
+    with pytest.raises(ValueError, match=r"shorter|longer"):
         judge([[right_record(), right_record()], [right_record()]])
 
 

@@ -1,4 +1,4 @@
-"""Ulp, unit roundoff and smallest subnormal against torch.nextafter and the formats' definitions."""
+"""Ulp, unit roundoff and smallest subnormal, against torch.nextafter and the definitions."""
 
 import math
 import warnings

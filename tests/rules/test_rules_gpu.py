@@ -9,10 +9,7 @@ from torch import nn
 
 from syncbn_lab.rules import Torch12RuleError, torch12_rules
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 class GivesFloat(torch.autograd.Function):

@@ -58,9 +58,9 @@ def right_ranks(sizes=(8,), dtype=torch.float16, *, x=None, dy=None, name="bn", 
         LayerRecord(
             name=name,
             x=xs[rank],
-            y=exact.y[rank].to(dtype),
+            y=exact.y[rank].to(dtype).contiguous(),
             dy=dys[rank],
-            dx=exact.dx[rank].to(dtype),
+            dx=exact.dx[rank].to(dtype).contiguous(),
             dweight=rounded(exact.dweight[rank], given["weight"]),
             dbias=rounded(exact.dbias[rank], given["bias"]),
             running_mean=rounded(exact.running_mean, given["running_mean_before"]),
@@ -173,14 +173,16 @@ def test_a_float16_neighbour_is_one_too_far(quantity, steps):
 def test_one_value_one_ulp_off_among_many_is_found():
     record = right_record()
     exact = oracle.batch_norm(record.x, record.weight, record.bias).y
-    # The value that float16 hits best: its neighbour is a whole ulp off.
-    place = (record.y.double() - exact).abs().flatten().argmin()
+    # Of some hundred large values, the one that float16 hits best, to about a hundredth of an
+    # ulp: its neighbour is a whole ulp off.
+    error = (record.y.double() - exact).abs()
+    place = torch.where(exact.abs() > 1, error, torch.inf).flatten().argmin()
     moved = record.y.clone()
     moved.view(-1)[place] += float(ulp(exact.flatten()[place], torch.float16))
     (comparison, *_) = compare_layer([changed(record, y=moved)])
     assert comparison.verdict == "degraded"
-    assert comparison.worst_ulp == pytest.approx(1, abs=0.01)
-    assert comparison.budget_share == pytest.approx(2, abs=0.01)  # the budget is half an ulp
+    assert comparison.worst_ulp == pytest.approx(1, abs=0.03)
+    assert comparison.budget_share == pytest.approx(2, abs=0.06)  # the budget is half an ulp
 
 
 # ---------------------------------------------------------------- dtypes
@@ -373,9 +375,10 @@ def test_an_infinite_input_poisons_its_channel_and_nothing_else():
     )
     verdict, findings = judge_one(record)
     assert verdict == "not judged"  # never green by itself
-    assert "bn: y can't be judged in 1 of 4 channels: what the layer was given is not finite " in (
-        findings[0] + findings[1] + findings[2] + findings[3]
-    )
+    # All but bias.grad: sum(dy) does not feel the input.
+    quantities = ["dx", "running_mean", "running_var", "weight.grad", "y"]
+    why = "can't be judged in 1 of 4 channels: what the layer was given is not finite there"
+    assert sorted(findings) == [f"bn: {quantity} {why}" for quantity in quantities]
     # What lies in the other channels still counts.
     broken = record.running_mean.clone()
     broken[2] = 0.3

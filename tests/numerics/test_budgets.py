@@ -160,7 +160,14 @@ def test_a_constant_channel(dtype, n, value):
     assert max(shares(layer(*given), reference, budgets).values()) <= 1
 
 
-def test_eval_has_no_statistics_to_get_wrong():
+@pytest.mark.parametrize(
+    "fused",
+    [
+        False,
+        True,  # x·scale and mean·scale are a thousand times their difference
+    ],
+)
+def test_eval_has_no_statistics_to_get_wrong(fused):
     x, weight, bias, dy = draw(0, 1000, torch.float32, ratio=1000)
     mean, var = x.mean(0), x.var(0)
     reference = oracle.batch_norm(
@@ -176,7 +183,10 @@ def test_eval_has_no_statistics_to_get_wrong():
     budgets = batch_norm_budgets([x], weight, bias, EPS, reference, [dy])
     assert budgets.mean.tolist() == budgets.var.tolist() == [0] * CHANNELS
     scale = 1 / torch.sqrt(var + EPS)
-    y, dx = (x - mean) * scale * weight + bias, dy * (weight * scale)
+    y = (x - mean) * scale * weight + bias
+    if fused:
+        y = x * (weight * scale) + (bias - mean * weight * scale)
+    dx = dy * (weight * scale)
     for ours, expected, budget in ((y, reference.y, budgets.y), (dx, reference.dx, budgets.dx)):
         assert ((ours.double() - expected[0]).abs() <= budget[0]).all()
     # dx is a product of three factors, whatever the mean: a few u, where a backward pass

@@ -1,4 +1,4 @@
-"""The command line: ``python -m syncbn_lab doctor | cases | run | results | writeup``."""
+"""The command line: ``python -m syncbn_lab doctor | cases | run | results | writeup | bench``."""
 
 from __future__ import annotations
 
@@ -56,6 +56,11 @@ def _parser() -> argparse.ArgumentParser:
     writeup = commands.add_parser("writeup", help="an executed notebook as one offline HTML page")
     writeup.add_argument("files", nargs="+", metavar="OUT.ipynb")
     writeup.set_defaults(run=_writeup)
+
+    bench = commands.add_parser("bench", help="what a notebook and an experiment cost here")
+    bench.add_argument("--repeats", type=int, default=5, help="pairs of notebooks (default: 5)")
+    bench.add_argument("--csv", metavar="FILE", help="append the rows to this file too")
+    bench.set_defaults(run=_bench)
     return parser
 
 
@@ -167,6 +172,24 @@ def _writeup(chosen: argparse.Namespace) -> int:
 
     for file in chosen.files:
         print(write(file))
+    return 0
+
+
+def _bench(chosen: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from syncbn_lab import bench
+
+    if chosen.repeats < 1:
+        raise InputError(f"--repeats is {chosen.repeats}; allowed is a whole number from 1.")
+    rows = bench.experiment_cost(4 * chosen.repeats) + bench.notebook_cost(chosen.repeats)
+    for row in rows:
+        print(
+            f"{row['subject']:<34} {row['metric']:<10} median {row['median']} {row['unit']}, "
+            f"{row['low']} to {row['high']}, n = {row['n']}"
+        )
+    if chosen.csv:
+        bench.append(rows, Path(chosen.csv))
     return 0
 
 

@@ -14,9 +14,8 @@ from syncbn_lab.params import DEFAULTS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
-BLOCKS = [
-    line for block in re.findall(r"```\n(.*?)```", README, re.S) for line in block.split("\n")
-]
+FENCES = re.findall(r"^```\w*\n(.*?)^```", README, re.S | re.M)
+BLOCKS = [line for block in FENCES for line in block.split("\n")]
 QUOTED = re.findall(r"`((?:python -m syncbn_lab|papermill|make) [^`]*)`", README)
 COMMANDS = sorted(
     {

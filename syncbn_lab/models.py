@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -94,26 +95,25 @@ def load_input(name: str, model: str, seed: int, rank: int = 0) -> tuple[Tensor,
     """
     shape = SHAPES[model]
     generator = torch.Generator().manual_seed(seed + 7919 * rank)
-    photo = sample_photo() if name == "photo" else None
-    if photo is None:
+    path = sample_photo() if name == "photo" else None
+    if path is None:
         x = 0.5 + 0.25 * torch.randn(shape.batch, 3, shape.size, shape.size, generator=generator)
         labels = torch.randint(CLASSES, (shape.batch,), generator=generator)
         said = "seeded normal noise, mean 0.5, standard deviation 0.25"
         if name == "photo":
             said += ": the photograph ships with matplotlib and needs Pillow, not both found here"
         return x, labels, said
-    pixels = _read_photo(photo)
-    height, width = pixels.shape[1:]
-    top = torch.randint(height - shape.size, (shape.batch,), generator=generator)
-    left = torch.randint(width - shape.size, (shape.batch,), generator=generator)
+    photo = read_photo(path)
+    top = torch.randint(photo.height - shape.size, (shape.batch,), generator=generator)
+    left = torch.randint(photo.width - shape.size, (shape.batch,), generator=generator)
     crops = [
-        pixels[:, t : t + shape.size, s : s + shape.size]
-        for t, s in zip(top.tolist(), left.tolist(), strict=True)
+        _crop(photo, t, s, shape.size) for t, s in zip(top.tolist(), left.tolist(), strict=True)
     ]
     middle = shape.size // 2
-    labels = 2 * (top + middle > height // 2).long() + (left + middle > width // 2).long()
+    lower, right = top + middle > photo.height // 2, left + middle > photo.width // 2
+    labels = 2 * lower.long() + right.long()
     said = (
-        f"{shape.batch} crops of {shape.size}x{shape.size} pixels from {photo.name}, which ships "
+        f"{shape.batch} crops of {shape.size}x{shape.size} pixels from {path.name}, which ships "
         "with matplotlib, each colour normalized to mean 0 and deviation 1"
     )
     return torch.stack(crops), labels, said
@@ -128,19 +128,39 @@ def sample_photo() -> Path | None:
     return path if path.is_file() else None
 
 
-def _read_photo(path: Path) -> Tensor:
-    """The photograph as (3, height, width) in float32, each colour with mean 0 and deviation 1.
+@dataclasses.dataclass(frozen=True)
+class Photo:
+    """The decoded photograph: plain bytes, so that a process may hold it without any tensor."""
 
-    The usual preparation of images. It matters here: batch norm that computes its variance as
-    E[x²] − E[x]² loses digits with the square of mean over deviation, so raw pixels would put
-    the fault of the input's scale on every layer.
-    """
-    from PIL import Image
+    height: int
+    width: int
+    pixels: bytearray
+    """Height × width × RGB, a byte each."""
+    mean: list[float]
+    """Of each colour."""
+    deviation: list[float]
+
+
+@functools.cache
+def read_photo(path: Path) -> Photo:
+    """Decode the photograph, once a process; the warm parent does it for all its children."""
+    from PIL import Image, ImageStat
 
     with Image.open(path) as image:
         rgb = image.convert("RGB")
-        width, height = rgb.size
-        raw = torch.frombuffer(bytearray(rgb.tobytes()), dtype=torch.uint8)
-    pixels = raw.reshape(height, width, 3).permute(2, 0, 1).to(torch.float32)
-    mean, deviation = pixels.mean((1, 2)), pixels.std((1, 2))
-    return (pixels - mean[:, None, None]) / deviation[:, None, None]
+        colours = ImageStat.Stat(rgb)
+        pixels = bytearray(rgb.tobytes())
+        return Photo(rgb.height, rgb.width, pixels, colours.mean, colours.stddev)
+
+
+def _crop(photo: Photo, top: int, left: int, size: int) -> Tensor:
+    """A crop as (3, size, size) in float32, each colour of the photograph normalized.
+
+    Mean 0 and deviation 1 over the photograph: the usual preparation of images. It matters
+    here, because batch norm that computes its variance as E[x²] − E[x]² loses digits with the
+    square of mean over deviation: raw pixels would put the input's fault on every layer.
+    """
+    raw = torch.frombuffer(photo.pixels, dtype=torch.uint8).reshape(photo.height, photo.width, 3)
+    crop = raw[top : top + size, left : left + size].permute(2, 0, 1).to(torch.float32)
+    mean, deviation = torch.tensor(photo.mean), torch.tensor(photo.deviation)
+    return (crop - mean[:, None, None]) / deviation[:, None, None]

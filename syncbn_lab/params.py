@@ -8,7 +8,9 @@ sentence that lists what is allowed.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
+import importlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -89,6 +91,10 @@ def parameters(namespace: Mapping[str, Any] | None = None) -> Parameters:
     # From here on a run will follow, so torch may load while this process goes on.
     start()
     require_device(chosen.experiment.device)
+    # Torch loads in its own process for some seconds; pandas and matplotlib load here meanwhile.
+    with contextlib.suppress(ImportError):
+        importlib.import_module("syncbn_lab.tables")
+        importlib.import_module("syncbn_lab.plots")
     return chosen
 
 

@@ -32,7 +32,8 @@ def cost(low: RunResult, high: RunResult, layer: str | None = None) -> Figure:
     Dashed lines: the unit roundoff of each dtype, what one rounding alone may cost.
     """
     chosen = layer or _first_layer(low) or _first_layer(high)
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), sharey=True)
+    figure.subplots_adjust(left=0.08, right=0.99, bottom=0.15, top=0.82, wspace=0.05)
     for axis, (own, running, title) in zip(axes, _PANELS, strict=True):
         for result, (colour, marker) in zip((low, high), _STYLES, strict=True):
             comparison = _comparison(result, chosen, own) or _comparison(result, chosen, running)
@@ -47,6 +48,7 @@ def cost(low: RunResult, high: RunResult, layer: str | None = None) -> Figure:
         axis.set_title(title)
         axis.set_xlabel("channel")
         axis.grid(True, which="major", alpha=0.3)
+        axis.minorticks_off()
         if axis.has_data():
             axis.legend(fontsize=8)
     axes[0].set_ylabel("error / channel's scale")

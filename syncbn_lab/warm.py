@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import json
 import os
 import shutil
@@ -39,9 +40,13 @@ def serve() -> None:
     import torch._dynamo  # torch.optim imports it lazily: 2 s in every child otherwise
 
     torch.set_num_threads(1)
-    import syncbn_lab.child
     import syncbn_lab.verdict  # noqa: F401 - imported once, for the child that judges
+    from syncbn_lab import child
 
+    child.prepare()
+    # What is here stays for good: no child's garbage collector needs to look at it, and so to
+    # copy its pages.
+    gc.freeze()
     print(json.dumps({"ready": torch.__version__}), file=replies, flush=True)
     for line in sys.stdin:
         print(json.dumps(_answer(json.loads(line))), file=replies, flush=True)

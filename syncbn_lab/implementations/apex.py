@@ -167,6 +167,11 @@ def find_apex(path: list[str] | None = None) -> ApexInfo:
     )
 
 
+# By the path that was searched. Only what can be used is kept: whoever installs an apex in answer
+# to the sentence below is believed at the next call. ``load`` checks the file's hash again.
+_USABLE: dict[tuple[str, ...], ApexInfo] = {}
+
+
 def require_apex(info: ApexInfo | None = None) -> ApexInfo:
     """Return ``info`` (by default of this environment) if its apex can be used.
 
@@ -174,7 +179,11 @@ def require_apex(info: ApexInfo | None = None) -> ApexInfo:
         InputError: it can't; the sentence names what is there and ends in the cure.
 
     """
-    info = find_apex() if info is None else info
+    if info is None:
+        searched = tuple(sys.path)
+        info = _USABLE.get(searched) or find_apex()
+        if info.status == "usable":
+            _USABLE[searched] = info
     if info.status != "usable":
         found, cure = info.sentence().removesuffix("."), info.cure or ""
         raise InputError(

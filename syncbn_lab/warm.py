@@ -26,6 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from syncbn_lab.experiment import Experiment, experiment_from_dict
+
 GRACE = 2.0
 """Seconds that the other ranks get to end by themselves once one rank has failed."""
 JUDGE_LIMIT = 120.0
@@ -66,7 +68,6 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 
 def _run(fields: dict[str, Any], folder: Path) -> dict[str, Any]:
     from syncbn_lab import child
-    from syncbn_lab.experiment import experiment_from_dict
 
     experiment = experiment_from_dict(fields)
     start = time.monotonic()
@@ -75,19 +76,35 @@ def _run(fields: dict[str, Any], folder: Path) -> dict[str, Any]:
         _fork(functools.partial(child.run_rank, experiment, rank, folder), folder, f"rank{rank}")
         for rank in range(experiment.world_size)
     ]
+    # Forked now, so that it is there when the ranks are done; it waits for a byte to begin.
+    waiting, begin = os.pipe()
+    judging = _fork(functools.partial(_judge, experiment, folder, waiting, begin), folder, "judge")
+    os.close(waiting)
     ends = _wait(pids, deadline, folder)
     reply: dict[str, Any] = {
         "ranks": [_rank_reply(rank, end, folder) for rank, end in enumerate(ends)]
     }
-    if all(rank.get("status") == "completed" for rank in reply["ranks"]):
-        judging = _fork(lambda: child.judge_run(experiment, folder), folder, "judge")
-        _wait([judging], time.monotonic() + JUDGE_LIMIT, folder)
+    completed = all(rank.get("status") == "completed" for rank in reply["ranks"])
+    if completed:
+        os.write(begin, b"1")
+    os.close(begin)
+    _wait([judging], time.monotonic() + JUDGE_LIMIT, folder)
+    if completed:
         path = folder / "verdict.json"
         reply["verdict"] = json.loads(path.read_text()) if path.exists() else None
         if reply["verdict"] is None:
             reply["judge_log"] = _tail(folder / "judge.log")
     reply["seconds"] = time.monotonic() - start
     return reply
+
+
+def _judge(experiment: Experiment, folder: Path, waiting: int, begin: int) -> None:
+    """In the child: judge the run once told so; end if the pipe closes without a word."""
+    from syncbn_lab import child
+
+    os.close(begin)
+    if os.read(waiting, 1):
+        child.judge_run(experiment, folder)
 
 
 def _describe(folder: Path) -> dict[str, Any]:

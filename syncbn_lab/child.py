@@ -24,6 +24,7 @@ import torch.utils.serialization  # torch.load imports it lazily, in every child
 from syncbn_lab import models, policies
 from syncbn_lab.errors import InputError
 from syncbn_lab.experiment import Experiment
+from syncbn_lab.implementations import IMPLEMENTATIONS
 from syncbn_lab.implementations import apex as apex_implementation
 from syncbn_lab.layers import LayerRecord, LayerRecorder, copy
 from syncbn_lab.rules import Torch12RuleError, torch12_rules
@@ -77,7 +78,7 @@ def judge_run(experiment: Experiment, folder: Path) -> None:
         for path in sorted(folder.glob("rank*.pt"))
     ]
     try:
-        judged = judge(ranks)
+        judged = judge(ranks, IMPLEMENTATIONS[experiment.implementation].synchronized)
     except ValueError as error:
         judged = {"verdict": "not judged", "findings": [str(error)], "layers": []}
     (folder / "verdict.json").write_text(json.dumps(judged))

@@ -110,15 +110,22 @@ class Comparison:
         return f"{what} {' and '.join(parts)}" if parts else f"{what} is right"
 
 
-def judge(ranks: list[list[LayerRecord]]) -> dict[str, Any]:
+def judge(ranks: list[list[LayerRecord]], synchronized: bool = True) -> dict[str, Any]:
     """Judge every layer of one step, given the records of every rank in the same order.
+
+    A layer that is not synchronized is right when each rank agrees with the oracle of its own
+    share; then the worst rank stands for all.
 
     Returns a plain dictionary: ``verdict``, ``findings`` (sentences, worst first) and
     ``layers`` (one dictionary each, with its comparisons).
     """
     layers = []
     for records in zip(*ranks, strict=True):
-        comparisons = compare_layer(list(records))
+        comparisons = (
+            compare_layer(list(records))
+            if synchronized
+            else _worst_rank([compare_layer([record]) for record in records])
+        )
         layers.append(
             {
                 "name": records[0].name,
@@ -136,6 +143,14 @@ def judge(ranks: list[list[LayerRecord]]) -> dict[str, Any]:
             for layer in layers
         ],
     }
+
+
+def _worst_rank(ranks: list[list[Comparison]]) -> list[Comparison]:
+    """Of each quantity, the comparison of the rank where it is worst."""
+    return [
+        max(same, key=lambda c: (SEVERITY.index(c.verdict), c.budget_share))
+        for same in zip(*ranks, strict=True)
+    ]
 
 
 def _worst(comparisons: list[Comparison]) -> str:

@@ -274,7 +274,8 @@ def test_setup_with_a_python_without_venv_names_the_package_that_brings_it(tmp_p
     """As on Debian, where ensurepip is a package of its own."""
     python = tmp_path / "python3"
     (tmp_path / "ensurepip.py").write_text("raise ImportError('not packaged')")
-    python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
+    script = f"PYTHONPATH='{tmp_path}' exec '{sys.executable}'"
+    python.write_text(f'#!/bin/sh\n{script} "$@"\n')
     python.chmod(0o755)
     answer = _make("setup", f"VENV={tmp_path / 'venv'}", f"PYTHON={python}")
     assert answer.returncode != 0
@@ -293,7 +294,7 @@ def finished_setup(tmp_path: Path) -> Path:
     python = venv / "bin" / "python"
     python.write_text(
         f"""#!/bin/sh
-echo "$*" >>{tmp_path}/calls
+echo "$*" >>'{tmp_path}/calls'
 case "$*" in
   *papermill*O2) echo "InputError: the reason"; exit 1 ;;
   *papermill*) echo run >"$5" ;;

@@ -199,6 +199,12 @@ def test_two_ranks_are_judged_together() -> None:
     assert result.layers[0]["count"] == 2 * 4 * 14 * 14
 
 
+def test_plain_batch_norm_is_judged_rank_by_rank() -> None:
+    # Each rank has crops of its own, and nothing is shared: right, though not synchronized.
+    result = _run(opt_level="O0", implementation="batchnorm", world_size=2)
+    assert (result.outcome, result.verdict, result.findings) == ("completed", "right", [])
+
+
 def test_two_ranks_reproduce_the_error_and_none_hangs() -> None:
     start = time.monotonic()
     result = _run(opt_level="O2", world_size=2)

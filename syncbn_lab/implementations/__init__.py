@@ -18,6 +18,8 @@ class Implementation:
     description: str
     autograd_nodes: tuple[str, ...]
     """Any of these in the graph proves that the layer ran; the first is the usual one."""
+    synchronized: bool = True
+    """Whether the ranks of a group share one batch's statistics."""
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
@@ -27,6 +29,7 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
             "batchnorm",
             "plain torch.nn.BatchNorm2d, no synchronization: the control",
             ("NativeBatchNormBackward0", "CudnnBatchNormBackward0"),
+            synchronized=False,
         ),
         Implementation(
             "apex",

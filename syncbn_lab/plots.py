@@ -91,6 +91,7 @@ def _comparison(result: RunResult, layer: str | None, quantity: str) -> dict | N
     for found in result.layers:
         if found["name"] == layer:
             for comparison in found["comparisons"]:
-                if comparison["quantity"] == quantity:
+                judged = len(comparison["per_channel"]) - comparison["unjudged_channels"]
+                if comparison["quantity"] == quantity and judged:
                     return comparison
     return None

@@ -110,6 +110,13 @@ def showed(record: dict[str, Any]) -> Sentence:
             f"{Path(record['file'] or '').name} line {record['line']}; message "
             f"{record['messages_match']}, {record['source']}.**"
         )
+    elif record["expected_message"] is None and record["message"] is None:
+        # A silent fault was reported: the verdict is where it shows, or does not.
+        finding = f": {record['findings'][0]}" if record["findings"] else ""
+        lines.append(
+            f"**No error was reported and none is raised; {name}: {record['outcome']}, "
+            f"{record['verdict']}{finding}.**"
+        )
     else:
         lines.append(f"**The reported error does not happen so: {name}: {record['outcome']}.**")
     if record["message"] and record["outcome"] != "reproduced":

@@ -52,10 +52,10 @@ def reproduction(
         "traceback_line": result.traceback_line,
         "module": result.module,
         "error_type": result.error_type,
-        "expected_message": case.seen if case else None,
+        "expected_message": case.seen if case and case.error_type else None,
         "message": result.message,
         "source": result.source,
-        "messages_match": result.messages_match if case else None,
+        "messages_match": result.messages_match if case and case.error_type else None,
         "dtypes": result.dtypes,
         "today": {
             "outcome": today.outcome,

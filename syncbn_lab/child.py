@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import linecache
 import platform
 import sys
 import traceback
@@ -27,9 +28,9 @@ from syncbn_lab.experiment import Experiment
 from syncbn_lab.implementations import IMPLEMENTATIONS
 from syncbn_lab.implementations import apex as apex_implementation
 from syncbn_lab.layers import LayerRecord, LayerRecorder, copy
-from syncbn_lab.rules import Torch12RuleError, torch12_rules
-from syncbn_lab.trace.frames import FrameRecorder
-from syncbn_lab.trace.place import Place, place_of
+from syncbn_lab.rules import Torch12RuleError, Violation, torch12_rules
+from syncbn_lab.trace.frames import FrameRecord, FrameRecorder
+from syncbn_lab.trace.place import Place, place_of, statement_at
 
 # The frames of the machinery itself are never the place of an error; the models' are.
 _MACHINERY = tuple(
@@ -125,6 +126,7 @@ def _train(experiment: Experiment, rank: int) -> tuple[dict[str, Any], list[Laye
         "status": "completed",
         "nodes": [],
         "silent_casts": [],
+        "source_text": None,
         "environment": _environment(experiment, device, origin, loaded),
     }
     phase = "set-up"
@@ -170,7 +172,9 @@ def _train(experiment: Experiment, rank: int) -> tuple[dict[str, Any], list[Laye
         ]
     result["dtypes"] = _dtypes(layers, frames)
     result["frames"] = [dataclasses.asdict(record) for record in frames.records]
-    result["source_text"] = loaded.source if loaded and watched else None
+    file = (result.get("place") or {}).get("file")
+    if file in watched:
+        result["source_text"] = "".join(linecache.getlines(file))
     return result, layers.records if result["status"] == "completed" else []
 
 
@@ -264,7 +268,7 @@ def _describe_error(
         "place": None,
     }
     if violation is not None and violation.gradient_index is not None:
-        described["place"] = _place_of_gradient(violation.operation, place, frames)
+        described["place"] = _place_of_gradient(violation, place, frames)
     elif place is not None:
         described["place"] = dataclasses.asdict(place) | {"note": _line_note(place)}
     if not ours and place is not None and place.statement.lstrip().startswith("raise "):
@@ -283,7 +287,9 @@ def _line_note(place: Place) -> str | None:
     )
 
 
-def _place_of_gradient(node: str, raw: Place | None, frames: FrameRecorder) -> dict[str, Any]:
+def _place_of_gradient(
+    violation: Violation, raw: Place | None, frames: FrameRecorder
+) -> dict[str, Any]:
     """The statement that returned the refused gradient, from the record of that backward.
 
     The engine raises after backward has returned, so the traceback ends in torch; a user has
@@ -291,29 +297,30 @@ def _place_of_gradient(node: str, raw: Place | None, frames: FrameRecorder) -> d
     """
     raw_file = Path(raw.file).name if raw else "torch"
     raw_line = raw.traceback_line if raw else None
-    wanted = f"{node.removesuffix('Backward')}.backward"
+    wanted = f"{violation.operation.removesuffix('Backward')}.backward"
     for record in reversed(frames.records):
         if record.function == wanted:
-            import linecache
-
-            statement = linecache.getline(record.file, record.line).rstrip()
+            source = "".join(linecache.getlines(record.file))
+            first, last, names = statement_at(source, record.line)
+            returned = {name: record.tensors[name] for name in names if name in record.tensors}
             return {
                 "file": record.file,
                 "line": record.line,
                 "traceback_line": raw_line,
                 "function": record.function,
-                "statement": statement,
-                "statement_lines": (record.line, record.line),
-                "operands": record.tensors,
-                "note": f"The autograd engine refused the gradient after this statement had "
-                f"returned it; the traceback itself ends at the call that started backward, "
-                f"{raw_file} line {raw_line}.",
+                "statement": "\n".join(source.splitlines()[first - 1 : last]),
+                "statement_lines": (first, last),
+                "operands": returned,
+                "note": f"Gradient {violation.gradient_index} is {violation.got} where the "
+                f"input's dtype, {violation.expected}, was expected. The autograd engine refused "
+                "it after this statement had returned it; the traceback itself ends at the call "
+                f"that started backward, {raw_file} line {raw_line}.",
             }
     return {
         "file": raw.file if raw else None,
         "line": raw.line if raw else None,
         "traceback_line": raw_line,
-        "function": node,
+        "function": violation.operation,
         "statement": raw.statement if raw else "",
         "statement_lines": raw.statement_lines if raw else (0, 0),
         "operands": {},
@@ -329,8 +336,13 @@ def _dtypes(layers: LayerRecorder, frames: FrameRecorder) -> dict[str, dict[str,
     found: dict[str, dict[str, Any]] = {}
     forwards = [r for r in frames.records if r.function == "SyncBatchNorm.forward"]
     backwards = [r for r in frames.records if r.function == "SyncBatchnormFunction.backward"]
+    if backwards and _gradient_shape(backwards[-1]) is not None:
+        # The forward of the very layer whose backward ran last.
+        shape = _gradient_shape(backwards[-1])
+        same = [r for r in forwards if r.arguments.get("input", {}).get("shape") == shape]
+        forwards = same[:1] if len(backwards) > 1 else same[-1:]
     if forwards:
-        record = forwards[-1] if not backwards else forwards[0]
+        record = forwards[-1]
         if "input" in record.arguments:
             found["input"] = record.arguments["input"]
         for role in _ROLES:
@@ -365,6 +377,12 @@ def _dtypes(layers: LayerRecorder, frames: FrameRecorder) -> dict[str, dict[str,
                     "shape": list(tensor.shape),
                 }
     return found
+
+
+def _gradient_shape(record: FrameRecord) -> list[int] | None:
+    """Shape of the input's gradient in a record of the layer's backward."""
+    gradient = record.tensors.get("grad_input")
+    return gradient["shape"] if gradient else None
 
 
 def _node_names(loss: torch.Tensor) -> set[str]:

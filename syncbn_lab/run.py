@@ -1,20 +1,13 @@
 """Run an experiment in a fresh child of the warm parent, and say what happened.
 
-This process needs no torch: it talks to the warm parent over a pipe, and everything that comes
-back is plain data.
+This process needs no torch: it talks to the warm parent (``warm.py``) over a pipe, and
+everything that comes back is plain data.
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import dataclasses
-import json
 import math
-import os
-import subprocess
-import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +16,7 @@ from syncbn_lab.cases import NO, Case, match_message, reported_for
 from syncbn_lab.errors import InputError
 from syncbn_lab.experiment import Experiment, experiment_from_dict
 from syncbn_lab.implementations.apex import require_apex
+from syncbn_lab.warm import warm_parent
 
 OUTCOMES = (
     "reproduced",
@@ -86,7 +80,7 @@ class RunResult:
     log: str = ""
     """The end of what the child printed."""
     source_text: str | None = None
-    """The layer's source at its revision, where it has one."""
+    """The layer's source file that the place stands in; None for a place elsewhere."""
     seconds: float = 0.0
     """From fork to verdict."""
 
@@ -140,18 +134,18 @@ def run(experiment: Experiment) -> RunResult:
     """
     if experiment.needs_apex:
         require_apex()
-    reply = _parent().ask({"experiment": experiment.to_dict()})
+    reply = warm_parent().ask({"experiment": experiment.to_dict()})
     return _interpret(experiment, reply)
 
 
 def machine() -> dict[str, Any]:
     """What torch finds here, asked in a child: its version, whether it sees a GPU, which."""
-    return _parent().ask({"machine": True})
+    return warm_parent().ask({"machine": True})
 
 
 def start() -> None:
     """Start the warm parent in the background, so that the first run need not wait for torch."""
-    _parent()
+    warm_parent()
 
 
 def require_device(device: str) -> None:
@@ -304,93 +298,3 @@ def _short(file: str | None) -> str | None:
             last = len(parts) - 1 - parts[::-1].index(package)
             return "/".join(parts[last:])
     return parts[-1]
-
-
-class _WarmParent:
-    """The client's end of the warm parent."""
-
-    def __init__(self) -> None:
-        package = str(Path(__file__).resolve().parents[1])
-        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "syncbn_lab.warm"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            # The caller's folder must not shadow torch or apex with a file of that name.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"},
-        )
-        self._errors: list[str] = []
-        self._drain = threading.Thread(target=self._read_errors, daemon=True)
-        self._drain.start()
-        self._ready: dict[str, Any] | None = None
-        self._lock = threading.Lock()
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Send one request and wait for its reply; one at a time."""
-        with self._lock:
-            if self._ready is None:
-                self._ready = self._receive()
-            assert self._process.stdin is not None
-            try:
-                self._process.stdin.write(json.dumps(request) + "\n")
-                self._process.stdin.flush()
-            except BrokenPipeError:
-                self._fail()
-            return self._receive()
-
-    def close(self) -> None:
-        """End the warm parent, and with it any child still at work."""
-        self._process.kill()
-        self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                if stream is not None:
-                    stream.close()
-
-    def _receive(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._fail()
-        return json.loads(line)
-
-    def _read_errors(self) -> None:
-        assert self._process.stderr is not None
-        with contextlib.suppress(ValueError):
-            for line in self._process.stderr:
-                self._errors.append(line)
-                del self._errors[:-200]
-
-    def _fail(self) -> None:
-        self._process.wait()
-        self._drain.join(1.0)
-        said = "".join(self._errors).strip()
-        last = said.splitlines()[-1] if said else f"exit code {self._process.returncode}"
-        raise RuntimeError(
-            f"the process that runs experiments ended: {last}\n{said}\n"
-            "(`python -m syncbn_lab doctor` checks this installation.)"
-        )
-
-
-_PARENT: _WarmParent | None = None
-_PARENT_LOCK = threading.Lock()
-
-
-def _parent() -> _WarmParent:
-    global _PARENT
-    with _PARENT_LOCK:
-        if _PARENT is None or not _PARENT.alive:
-            if not hasattr(os, "fork"):
-                raise InputError(
-                    "experiments run in forked processes, which this system does not have; "
-                    "allowed are Linux and macOS (on Windows, its Linux subsystem)."
-                )
-            _PARENT = _WarmParent()
-            atexit.register(_PARENT.close)
-        return _PARENT

@@ -113,7 +113,8 @@ def silent_casts(result: RunResult) -> Table:
             does = f"{dtypes_in} → {cast['result_dtype']}"
         else:
             does = f"gradient {cast['got']} → {cast['expected']}"
-        where = f"{_name(cast['file'])} line {cast['line']}" if cast["file"] else "autograd engine"
+        in_engine = cast["gradient_index"] is not None or not cast["file"]
+        where = "autograd engine" if in_engine else f"{_name(cast['file'])} line {cast['line']}"
         rows.append(
             {
                 "phase": cast["phase"],
@@ -155,7 +156,7 @@ class SourceView:
         text = result.source_text or ""
         first, last = place.get("statement_lines", (0, 0))
         lines = text.splitlines()
-        in_source = bool(place) and 0 < first <= len(lines) and _same_file(result)
+        in_source = bool(place) and 0 < first <= len(lines)
         self._rows: list[tuple[int, str, bool]] = []
         if in_source:
             for number in range(max(1, first - around), min(len(lines), last + around) + 1):
@@ -191,10 +192,6 @@ _MARKED = "border-left:4px solid #b45309;font-weight:bold;background:rgba(251,19
 def source(result: RunResult, around: int = 6) -> SourceView:
     """Show the source around the place of an error, at the revision that ran."""
     return SourceView(result, around)
-
-
-def _same_file(result: RunResult) -> bool:
-    return _name(result.file) == "sync_batchnorm.py"
 
 
 def _name(path: Any) -> str:

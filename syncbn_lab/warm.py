@@ -1,16 +1,18 @@
 """The warm parent: a process that has imported torch once, and forks a child for every run.
 
-It reads one request per line from standard input, a JSON object with an experiment, and writes
-one reply per line to standard output. It runs no tensor operation and asks nothing of
-torch.cuda, because either would break its children: a parent whose thread pool has started
-leaves forked children hanging, and a parent that has touched CUDA leaves them without it. For
-the same reason it holds torch to one thread before the first fork.
+``warm_parent()`` gives the client's end of it; the rest is the process itself. It reads one
+request per line from standard input, a JSON object with an experiment, and writes one reply per
+line to standard output. It runs no tensor operation and asks nothing of torch.cuda, because
+either would break its children: a parent whose thread pool has started leaves forked children
+hanging, and a parent that has touched CUDA leaves them without it. For the same reason it holds
+torch to one thread before the first fork.
 
 Ranks are forked from it too, one child each, and a last child judges what they left behind.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import gc
@@ -18,19 +20,114 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from syncbn_lab.errors import InputError
 from syncbn_lab.experiment import Experiment, experiment_from_dict
 
 GRACE = 2.0
 """Seconds that the other ranks get to end by themselves once one rank has failed."""
 JUDGE_LIMIT = 120.0
+
+
+class WarmParent:
+    """The client's end of the warm parent."""
+
+    def __init__(self) -> None:
+        package = str(Path(__file__).resolve().parents[1])
+        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "syncbn_lab.warm"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # The caller's folder must not shadow torch or apex with a file of that name.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"},
+        )
+        self._errors: list[str] = []
+        self._drain = threading.Thread(target=self._read_errors, daemon=True)
+        self._drain.start()
+        self._ready: dict[str, Any] | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process is still there."""
+        return self._process.poll() is None
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Send one request and wait for its reply; one at a time."""
+        with self._lock:
+            if self._ready is None:
+                self._ready = self._receive()
+            assert self._process.stdin is not None
+            try:
+                self._process.stdin.write(json.dumps(request) + "\n")
+                self._process.stdin.flush()
+            except BrokenPipeError:
+                self._fail()
+            return self._receive()
+
+    def close(self) -> None:
+        """End the warm parent, and with it any child still at work."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                if stream is not None:
+                    stream.close()
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._fail()
+        return json.loads(line)
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr is not None
+        with contextlib.suppress(ValueError):
+            for line in self._process.stderr:
+                self._errors.append(line)
+                del self._errors[:-200]
+
+    def _fail(self) -> None:
+        self._process.wait()
+        self._drain.join(1.0)
+        said = "".join(self._errors).strip()
+        last = said.splitlines()[-1] if said else f"exit code {self._process.returncode}"
+        raise RuntimeError(
+            f"the process that runs experiments ended: {last}\n{said}\n"
+            "(`python -m syncbn_lab doctor` checks this installation.)"
+        )
+
+
+_PARENT: WarmParent | None = None
+_PARENT_LOCK = threading.Lock()
+
+
+def warm_parent() -> WarmParent:
+    """The warm parent of this process, started when there is none or it has ended."""
+    global _PARENT
+    with _PARENT_LOCK:
+        if _PARENT is None or not _PARENT.alive:
+            if not hasattr(os, "fork"):
+                raise InputError(
+                    "experiments run in forked processes, which this system does not have; "
+                    "allowed are Linux and macOS (on Windows, its Linux subsystem)."
+                )
+            _PARENT = WarmParent()
+            atexit.register(_PARENT.close)
+        return _PARENT
 
 
 def serve() -> None:

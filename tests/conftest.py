@@ -45,9 +45,9 @@ def runs():
 
 def _killed_run():
     """A run of a million steps, whose process is killed as the kernel does when memory is out."""
-    from syncbn_lab.run import _parent
+    from syncbn_lab.warm import warm_parent
 
-    parent = _parent()._process.pid
+    parent = warm_parent()._process.pid
     children = Path(f"/proc/{parent}/task/{parent}/children")
     if not children.exists():
         pytest.skip("finding the child of the warm parent needs Linux's /proc")

@@ -1,7 +1,6 @@
 """What a notebook says under its tables, for every way a run can end."""
 
 import dataclasses
-import re
 
 import pytest
 
@@ -94,11 +93,18 @@ def test_place_of_a_refused_gradient_names_no_line_of_another_file(runs):
     assert result.traceback_line != result.line
     assert "traceback" not in text
     assert text.startswith("The error stands at **apex/parallel/sync_batchnorm_kernel.py line ")
-    # Four names of each dtype are enough, and the rest is counted, not dropped.
-    shown = len(re.findall("`[^`]+`", text))
-    counted = sum(int(number) for number in re.findall(r"and (\d+) more", text))
-    assert counted > 0
-    assert shown + counted == len(result.place["operands"])
+    # What the statement returned, and nothing else that the function held.
+    assert text.endswith("It held `grad_input`, `grad_weight`, `grad_bias` float32.")
+    assert "Gradient 0 is float32 where" in result.place["note"]
+
+
+def test_place_with_many_operands_counts_those_it_does_not_name(runs):
+    tensor = runs["o2"].place["operands"]["mean"]
+    operands = {f"t{i}": tensor for i in range(6)}
+    result = dataclasses.replace(runs["o2"], place={**runs["o2"].place, "operands": operands})
+    text = reading.place(result)
+    # Four names of a dtype are enough, and the rest is counted, not dropped.
+    assert "It held `t0`, `t1`, `t2`, `t3` and 2 more float16." in text
 
 
 def test_place_where_nothing_was_raised(runs):

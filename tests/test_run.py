@@ -17,7 +17,8 @@ import pytest
 from syncbn_lab import run as run_experiment
 from syncbn_lab.errors import InputError
 from syncbn_lab.experiment import Experiment
-from syncbn_lab.run import _parent, machine, require_device, result_from_dict
+from syncbn_lab.run import machine, require_device, result_from_dict
+from syncbn_lab.warm import warm_parent
 
 TOY = Experiment(model="toy")
 LINE_109 = "expected device cpu and dtype Float but got device cpu and dtype Half"
@@ -242,7 +243,7 @@ def _children(pid: int) -> list[int]:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_child_that_is_killed_is_an_outcome(world_size: int) -> None:
     _run(opt_level="O0")
-    parent = _parent()._process.pid
+    parent = warm_parent()._process.pid
     found = []
     fields = {"opt_level": "O0", "steps": 10**6, "time_limit": 60.0, "world_size": world_size}
     worker = threading.Thread(target=lambda: found.append(_run(**fields)))
@@ -260,7 +261,7 @@ def test_a_child_that_is_killed_is_an_outcome(world_size: int) -> None:
 
 def test_a_killed_warm_parent_is_started_again() -> None:
     _run(opt_level="O0")
-    process = _parent()._process
+    process = warm_parent()._process
     process.kill()
     process.wait()
     assert _run(opt_level="O0").outcome == "completed"
@@ -269,7 +270,8 @@ def test_a_killed_warm_parent_is_started_again() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for the process in /proc")
 def test_the_warm_parent_ends_with_its_client() -> None:
     program = (
-        "from syncbn_lab.run import _parent, machine; machine(); print(_parent()._process.pid)"
+        "from syncbn_lab.run import machine; from syncbn_lab.warm import warm_parent; machine()\n"
+        "print(warm_parent()._process.pid)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from . import checks
-from .table import Plan
+from .plan import Plan
 
 Call = tuple[torch._ops.OpOverload, tuple[Any, ...], Mapping[str, Any]]
 

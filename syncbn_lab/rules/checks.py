@@ -11,18 +11,11 @@ which took half input with float32 parameters there).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
-
 import torch
 
+from .plan import Arguments, Plan
 from .violations import Finding, scalar_name, type_name
 
-if TYPE_CHECKING:
-    from .table import Plan
-
-Arguments = Mapping[str, Any]
-Check = Callable[["Plan", Arguments], Finding | None]
 Tensor = torch.Tensor
 
 

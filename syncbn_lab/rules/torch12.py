@@ -52,7 +52,8 @@ from ..trace.place import current_line
 from . import gradients
 from .adapt import adapted, reversed_division
 from .describe import basis_of
-from .table import TABLE, Plan, bind, plan_for
+from .plan import Plan
+from .table import TABLE, bind, plan_for
 from .violations import (
     Finding,
     Torch12RuleError,

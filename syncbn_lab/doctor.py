@@ -167,8 +167,7 @@ def _gpu(probe: dict[str, Any] | None) -> Check:
         return Check(name, found, "ok")
     if not seen:
         found = (
-            "none that torch can use: the CUDA kernels, `-p device cuda` and NCCL do not run "
-            "here; the main job does"
+            "none that torch can use: `-p device cuda` and NCCL do not run here; the main job does"
         )
         return Check(name, found, "note")
     found = "; ".join(f"{gpu}, driver {driver}" for gpu, driver in seen)

@@ -23,6 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
     except InputError as error:
         print(f"syncbn_lab: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("syncbn_lab: interrupted", file=sys.stderr)
+        return 130
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -106,6 +106,16 @@ def reported_for(experiment: Experiment) -> Case | None:
     return None
 
 
+def look_up(experiment: Experiment) -> tuple[Case | None, str | None]:
+    """``reported_for``, or why nothing could be looked up: the core runs without PyYAML."""
+    try:
+        return reported_for(experiment), None
+    except InputError as error:
+        if not isinstance(error.__cause__, ImportError):
+            raise
+        return None, f"no reported case was looked up: {error}".rstrip(".")
+
+
 def match_message(reported: str | None, seen: str | None) -> str:
     """How far a message is the reported one.
 

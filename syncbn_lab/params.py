@@ -14,7 +14,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from syncbn_lab.cases import Case, cases, find_case
+from syncbn_lab.cases import Case, cases, find_case, look_up
 from syncbn_lab.errors import InputError
 from syncbn_lab.experiment import Experiment, experiment_from_dict
 from syncbn_lab.implementations.apex import require_apex
@@ -127,7 +127,7 @@ def choose(given: Mapping[str, Any], defaults: Mapping[str, Any] = DEFAULTS) -> 
                 f"case {case.case} is {reported.configuration}, and keep_batchnorm_fp32 was given "
                 f"as {given['keep_batchnorm_fp32']!r}; leave one of the two out."
             )
-    return Parameters(experiment, case or _case_of(experiment), dict(given))
+    return Parameters(experiment, case or look_up(experiment)[0], dict(given))
 
 
 def _refuse_contradiction(case: Case, given: Mapping[str, Any]) -> None:
@@ -139,12 +139,6 @@ def _refuse_contradiction(case: Case, given: Mapping[str, Any]) -> None:
                 f"case {case.case} is {name} {reported}, and {name} was given as "
                 f"{given[name]!r}; leave one of the two out."
             )
-
-
-def _case_of(experiment: Experiment) -> Case | None:
-    from syncbn_lab.cases import reported_for
-
-    return reported_for(experiment)
 
 
 def _keep(opt_level: object, value: Any, case: Case | None) -> bool | None:

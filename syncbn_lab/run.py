@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from syncbn_lab.cases import NO, Case, match_message, reported_for
+from syncbn_lab.cases import NO, Case, look_up, match_message
 from syncbn_lab.errors import InputError
 from syncbn_lab.experiment import Experiment, experiment_from_dict
 from syncbn_lab.implementations.apex import require_apex
@@ -190,7 +190,7 @@ def _interpret(experiment: Experiment, reply: dict[str, Any]) -> RunResult:
         nodes=rank["nodes"],
         source_text=rank["source_text"],
     )
-    case, unread = _case_for(experiment)
+    case, unread = look_up(experiment)
     common["case"] = case.case if case else None
     if status == "raised":
         return _raised(experiment, rank, case, unread, common)
@@ -263,14 +263,6 @@ def _same_place(case: Case, phase: str, place: dict[str, Any]) -> bool:
         return True
     same_file = Path(place.get("file") or "").name == Path(case.file).name
     return same_file and case.line in (None, place.get("line"))
-
-
-def _case_for(experiment: Experiment) -> tuple[Case | None, str | None]:
-    """The reported case, or why none could be looked up: the core runs without PyYAML."""
-    try:
-        return reported_for(experiment), None
-    except InputError as error:
-        return None, f"no reported case was looked up: {error}".rstrip(".")
 
 
 def _telling_rank(ranks: list[dict[str, Any]]) -> dict[str, Any]:

@@ -36,6 +36,8 @@ from syncbn_lab.experiment import Experiment, experiment_from_dict
 GRACE = 2.0
 """Seconds that the other ranks get to end by themselves once one rank has failed."""
 JUDGE_LIMIT = 120.0
+_CLIENT = os.getppid()
+"""In the warm parent: the process that started it."""
 
 
 class WarmParent:
@@ -75,7 +77,12 @@ class WarmParent:
                 self._process.stdin.flush()
             except BrokenPipeError:
                 self._fail()
-            return self._receive()
+            try:
+                return self._receive()
+            except BaseException:
+                # Interrupted: the reply is still to come, and the next request must not get it.
+                self.close()
+                raise
 
     def close(self) -> None:
         """End the warm parent, and with it any child still at work."""
@@ -285,6 +292,13 @@ def _wait(pids: list[int], deadline: float, folder: Path) -> list[tuple[str, int
                     os.waitpid(pid, 0)
                     ends[pid] = late, look
         if len(ends) < len(pids):
+            if os.getppid() != _CLIENT:
+                # The client is gone, and nobody will read the reply. The children end with this
+                # process on Linux; elsewhere they are ended here.
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)
+                os._exit(1)
             time.sleep(0.002)
     return [ends[pid] for pid in pids]
 

@@ -234,6 +234,13 @@ def test_an_ordinary_install_without_dependencies_works_beside_torch_alone(tmp_p
     assert re.search(r"^note +apex +no apex is installed", answer.stdout, re.M)
     assert re.search(r"^note +notebook packages +missing: jupyterlab, ", answer.stdout, re.M)
 
+    # No apex is needed for this one, and without PyYAML no case can be looked up.
+    options = "--opt-level autocast-bf16 --implementation batchnorm --rules installed --model toy"
+    command = [sys.executable, "-S", "-m", "syncbn_lab", "run", *options.split()]
+    answer = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    assert "completed, right" in answer.stdout
+
 
 # ---- make ----
 

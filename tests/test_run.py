@@ -278,6 +278,43 @@ def test_the_warm_parent_ends_with_its_client() -> None:
     assert not Path(f"/proc/{done.stdout.strip()}").exists()
 
 
+def test_an_interrupted_run_leaves_no_reply_for_the_next_one() -> None:
+    program = (
+        "import signal, syncbn_lab as lab\n"
+        "toy = lab.Experiment(opt_level='O0', model='toy')\n"
+        "lab.run(toy)\n"
+        "signal.signal(signal.SIGALRM, signal.default_int_handler)\n"
+        "signal.setitimer(signal.ITIMER_REAL, 0.5)\n"
+        "try:\n"
+        "    lab.run(toy.replace(steps=10**6))\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted', lab.run(toy.replace(opt_level='O2')).outcome)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout.strip() == "interrupted reproduced", done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for the processes in /proc")
+def test_nothing_runs_on_when_the_client_is_killed() -> None:
+    program = (
+        "from syncbn_lab.run import machine; from syncbn_lab.warm import warm_parent; machine()\n"
+        "import syncbn_lab as lab; print(warm_parent()._process.pid, flush=True)\n"
+        "lab.run(lab.Experiment(opt_level='O0', model='toy', steps=10**6))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as client:
+        assert client.stdout is not None
+        parent = int(client.stdout.readline())
+        while not (children := _children(parent)):
+            time.sleep(0.01)
+        client.kill()
+    deadline = time.monotonic() + 10
+    left = {parent, *children}
+    while left and time.monotonic() < deadline:
+        left = {pid for pid in left if Path(f"/proc/{pid}").exists()}
+        time.sleep(0.05)
+    assert not left
+
+
 def test_runs_from_two_threads_take_turns() -> None:
     found = []
     workers = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import sys
 
 from syncbn_lab import __version__
@@ -22,6 +23,10 @@ def main(arguments: list[str] | None = None) -> int:
         return chosen.run(chosen)
     except InputError as error:
         print(f"syncbn_lab: {error}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        # The reader of our output has gone, as `| head` does; nothing is left to be said.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
         print("syncbn_lab: interrupted", file=sys.stderr)
@@ -46,7 +51,9 @@ def _parser() -> argparse.ArgumentParser:
     listing.add_argument("--markdown", action="store_true", help="print the README's table")
     listing.set_defaults(run=_cases)
 
-    run = commands.add_parser("run", help="run one experiment in a child process")
+    run = commands.add_parser(
+        "run", help="run one experiment in a child process; its outcome is no exit code"
+    )
     _add_experiment(run)
     run.add_argument("--json", action="store_true", help="print the whole result as JSON")
     run.set_defaults(run=_run)

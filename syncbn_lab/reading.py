@@ -27,6 +27,11 @@ def outcome(result: RunResult, case: Case | None) -> Sentence:
     parts = [f"**{_outcome(result)}.** {result.reason}"]
     if result.message:
         parts.append(f"Message ({result.source}): {_code(result.message)}.")
+    if result.experiment.implementation == "torch" and result.experiment.world_size == 1:
+        parts.append(
+            "On one rank torch's layer is plain batch norm: this says nothing about its "
+            "synchronized path."
+        )
     if case is None:
         parts.append("This is a control.")
     elif result.message:
@@ -70,11 +75,14 @@ def today(result: RunResult, now: RunResult) -> Sentence:
             f"Where torch 1.2 would have refused, {len(casts)} operations went through without a "
             f"word, {backward} of them gradients that the autograd engine cast. "
         )
-    else:
+    elif not now.message:
         text += "torch 1.2 would have refused nothing on the way. "
     if now.message:
         where = f" in layer `{now.module}`" if now.module else ""
-        breaks = "It breaks as well" if _same_error(vars(result), vars(now)) else "It breaks later"
+        breaks = "It breaks later"
+        if _same_place(vars(result), vars(now)):
+            same = result.message == now.message
+            breaks = "It breaks as well" if same else "It breaks at the same place, in other words"
         text += f"{breaks}, in {now.phase}{where}: {_code(now.message)}."
     elif now.findings:
         text += f"It costs: {now.findings[0]}."
@@ -85,9 +93,16 @@ def today(result: RunResult, now: RunResult) -> Sentence:
     return Sentence(text)
 
 
-def control(result: RunResult) -> Sentence:
-    """Say whether the same configuration works without synchronized batch norm."""
+def control(result: RunResult, same_run: bool = False) -> Sentence:
+    """Say whether the same configuration works without synchronized batch norm.
+
+    ``same_run``: the run that it controls was with plain batch norm already.
+    """
     layer = result.experiment.implementation
+    if same_run:
+        return Sentence(
+            "The run above is without synchronized batch norm itself: this is it again."
+        )
     if result.outcome == "completed":
         said = f"The same configuration with `{layer}`: completed, {result.verdict}"
         return Sentence(said + (f": {result.findings[0]}." if result.findings else "."))
@@ -126,7 +141,9 @@ def showed(record: dict[str, Any]) -> Sentence:
     if now["message"]:
         fails = (
             "fails with the same error"
-            if _same_error(record, now)
+            if _same_place(record, now) and record["message"] == now["message"]
+            else "fails at the same place in other words"
+            if _same_place(record, now)
             else "fails elsewhere"
             if record["message"]
             else "fails"
@@ -140,7 +157,7 @@ def showed(record: dict[str, Any]) -> Sentence:
     plain = record["control"]
     lines.append(f"Plain batch norm in its place: {plain['outcome']}, {plain['verdict']}.")
     if record["fixed_outcome"] is None:
-        lines.append("A layer of this kit that works in this configuration: not there yet.")
+        lines.append("This kit's own layer is not there yet, so nothing is said for it.")
     return Sentence("\n".join(f"- {line}" for line in lines))
 
 
@@ -156,8 +173,8 @@ def real_torch12() -> Sentence:
     )
 
 
-def _same_error(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(one[name] == other[name] for name in ("message", "file", "line"))
+def _same_place(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return bool(one["message"]) and all(one[name] == other[name] for name in ("file", "line"))
 
 
 def _code(text: str) -> str:

@@ -32,7 +32,13 @@ class Table(pd.DataFrame):
 
     def _repr_html_(self) -> str:
         with pd.option_context("display.max_colwidth", None):
-            text = self.to_html(border=0, justify="left", na_rep="–", float_format="{:.3g}".format)
+            text = self.to_html(
+                border=0,
+                index_names=False,
+                justify="left",
+                na_rep="–",
+                float_format="{:.3g}".format,
+            )
         cell = "text-align:left;vertical-align:top;white-space:normal"
         text = text.replace("<td>", f'<td style="{cell}">').replace("<th>", f'<th style="{cell}">')
         return f'<div style="overflow-x:auto">{text}</div>'
@@ -54,8 +60,8 @@ def reported(case: Case | None) -> Table:
             "environment": made_of or "not said",
             "message": case.seen,
             "where": ", ".join(where) or "not said",
-            "cause": case.cause,
-            "cure": case.cure,
+            "cause": case.cause.replace("`", ""),
+            "cure": case.cure.replace("`", ""),
         }
     return Table({"what was reported": rows})
 
@@ -127,7 +133,8 @@ def silent_casts(result: RunResult) -> Table:
     columns = ["phase", "operation", "what happens", "where", "values"]
     frame = Table(rows, columns=columns)
     grouped = frame.groupby(columns[:4], sort=False, as_index=False)
-    return Table(grouped.agg(times=("values", "size"), values=("values", "sum")))
+    counted = grouped.agg(times=("values", "size"), values=("values", "sum"))
+    return Table(counted).set_index("operation")
 
 
 def layers(result: RunResult) -> Table:

@@ -195,7 +195,7 @@ def test_showed_for_a_reproduced_run(runs):
         "sync_batchnorm.py line 109; message but for the device, raised by our rule.**",
         f"- Today's torch fails elsewhere, in forward: `{NEXT_CONV}`.",
         "- Plain batch norm in its place: completed, right.",
-        "- A layer of this kit that works in this configuration: not there yet.",
+        "- This kit's own layer is not there yet, so nothing is said for it.",
     ]
 
 

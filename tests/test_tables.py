@@ -81,9 +81,10 @@ def test_a_reported_case_is_told_without_holes(case):
     table = tables.reported(case)
     page = html.unescape(table._repr_html_())
     for text in (case.seen, case.cause, case.cure, case.report):
-        assert text in page
+        # Without Markdown's code marks, which a table would show as they are.
+        assert text.replace("`", "") in page.replace("`", "")
     # A field that a case does not have is left out, not shown as "None".
-    assert "None" not in page.replace(case.cause, "").replace(case.cure, "")
+    assert "None" not in page.replace(case.cause.replace("`", ""), "")
 
 
 def test_where_a_case_was_raised():

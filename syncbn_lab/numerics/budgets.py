@@ -1,14 +1,17 @@
 """How far from the float64 oracle a careful batch norm may be: budgets derived, not tuned.
 
 A careful implementation reads inputs of any dtype, computes in float32 (float64 for float64
-input) with sums taken pairwise or blockwise, and rounds each result once to its dtype. With n
+input) and rounds each result once to its dtype. With n
 values per channel, u the unit roundoff of that arithmetic (twice that for float64 input, where
 the reference is itself computed in float64 and errs as much), first order in u, and nothing
 overflowing or underflowing on the way:
 
-* a sum of n terms is off by at most g·(sum of their magnitudes), g = (ceil(log2 n) + 2)·u
-  (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., section 4.2, plus one
-  rounding for the terms and one for the division by n);
+* a sum of n terms is off by at most g·(sum of their magnitudes). Taken pairwise it is off by
+  (ceil(log2 n) + 2)·u at most (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed.,
+  section 4.2, plus one rounding for the terms and one for the division by n); taken term by
+  term, as some of torch's CPU kernels do, it errs like a random walk, by sqrt(n)·u (Higham and
+  Mary 2019, "A New Approach to Probabilistic Rounding Error Analysis"). Any order is careful
+  enough, so g is the larger of the two;
 * the mean by dm = g·mean|x|; the two-pass variance by dv = (g + 4u)·var + dm²
   (Chan, Golub and LeVeque 1983: the shift by an inexact mean costs dm²). Normalizing with given
   running statistics, dm = dv = 0;
@@ -79,7 +82,7 @@ def batch_norm_budgets(
     arithmetic = compute_dtype(x[0].dtype)
     u = unit_roundoff(arithmetic) * (2 if arithmetic == torch.float64 else 1)
     n = max(reference.count, 2)
-    g = (math.ceil(math.log2(n)) + 2) * u
+    g = max(math.ceil(math.log2(n)) + 2, math.sqrt(n)) * u
     xs = [share.to(torch.float64) for share in x]
     xhats = reference.xhat if isinstance(reference.xhat, list) else [reference.xhat]
     mean, var = reference.mean, reference.var

@@ -71,10 +71,15 @@ class Torch12RuleError(RuntimeError):
     def __init__(self, violation: Violation, basis: str) -> None:
         super().__init__(violation.message)
         self.violation = violation
+        self.basis = basis
         self.add_note(
             f"raised by syncbn_lab's torch 1.2 rules on torch {torch.__version__}; "
             f"rule: {violation.rule}; basis: {basis}"
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by what made it, so that it comes out of a worker process whole."""
+        return type(self), (self.violation, self.basis)
 
 
 @dataclass(frozen=True)

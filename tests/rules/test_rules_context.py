@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import threading
 from pathlib import Path
 
@@ -292,3 +293,10 @@ def test_every_rule_is_described():
     bases = ("seen on torch 1.2.0 CPU with float, double", "report's own text", "torch 1.2 docum")
     assert all(any(basis in row["basis"] for basis in bases) for row in rows.values())
     assert all("mode" in row["enforced_by"] for row in rows.values())
+
+
+def test_the_error_comes_out_of_a_worker_process_whole():
+    with torch12_rules(), pytest.raises(Torch12RuleError) as caught:
+        torch.ones(3) + torch.ones(3, dtype=torch.double)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.violation) == (str(caught.value), caught.value.violation)

@@ -30,6 +30,8 @@ What is not reached:
 - convolutions with a bias, prelu and ``.grad = …`` inside a hook that backward calls keep
   today's wording, since backward runs with the function mode switched off (inside a custom
   Function's backward it is switched on again);
+- functions whose own formula mixes dtypes inside today's C++: ``ctc_loss`` with tensor lengths
+  and ``quantile`` are refused, though torch 1.2 took the one and did not have the other;
 - code compiled by ``torch.compile``.
 
 Half on CUDA was never run on a real torch 1.2 here: what was recorded is the pair (float,

@@ -28,6 +28,7 @@ from syncbn_lab.experiment import Experiment
 from syncbn_lab.implementations import IMPLEMENTATIONS
 from syncbn_lab.implementations import apex as apex_implementation
 from syncbn_lab.layers import LayerRecord, LayerRecorder, copy
+from syncbn_lab.numerics.formats import dtype_name
 from syncbn_lab.rules import Torch12RuleError, Violation, torch12_rules
 from syncbn_lab.trace.frames import FrameRecord, FrameRecorder
 from syncbn_lab.trace.place import Place, place_of, statement_at
@@ -52,8 +53,7 @@ def prepare() -> None:
 
 def run_rank(experiment: Experiment, rank: int, folder: Path) -> None:
     """Run one rank and leave ``rank<r>.json`` and ``rank<r>.pt`` in ``folder``."""
-    if rank == 0 or experiment.world_size > 1:
-        torch.set_num_threads(max(1, 2 // experiment.world_size))
+    torch.set_num_threads(max(1, 2 // experiment.world_size))
     try:
         with _process_group(experiment, rank, folder):
             result, records = _train(experiment, rank)
@@ -158,7 +158,7 @@ def _train(experiment: Experiment, rank: int) -> tuple[dict[str, Any], list[Laye
                 phase = "optimizer step"
                 recipe.step()
         result["loss"] = float(loss.detach())
-        result["output_dtype"] = str(output.dtype).removeprefix("torch.")
+        result["output_dtype"] = dtype_name(output.dtype)
     except Exception as error:
         result.update(_describe_error(error, phase, watched, layers, frames))
     if experiment.device == "cuda":
@@ -372,7 +372,7 @@ def _dtypes(layers: LayerRecorder, frames: FrameRecorder) -> dict[str, dict[str,
         ):
             if tensor is not None and role not in found:
                 found[role] = {
-                    "dtype": str(tensor.dtype).removeprefix("torch."),
+                    "dtype": dtype_name(tensor.dtype),
                     "device": None,
                     "shape": list(tensor.shape),
                 }

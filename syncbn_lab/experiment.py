@@ -7,7 +7,6 @@ never runs it. Every field is checked when the experiment is made, before any wo
 from __future__ import annotations
 
 import dataclasses
-import json
 from typing import Any
 
 from syncbn_lab.errors import InputError
@@ -132,11 +131,6 @@ def experiment_from_dict(fields: dict[str, Any]) -> Experiment:
             f"an experiment has no field {', '.join(unknown)}; its fields are {', '.join(known)}."
         )
     return Experiment(**fields)
-
-
-def experiment_to_json(experiment: Experiment) -> str:
-    """Write an experiment as one line of JSON."""
-    return json.dumps(experiment.to_dict())
 
 
 def _check_choice(name: str, value: object, allowed: Any) -> None:

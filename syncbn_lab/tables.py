@@ -158,7 +158,6 @@ class SourceView:
     """The source around a place, with the failing statement marked."""
 
     def __init__(self, result: RunResult, around: int = 6) -> None:
-        self._result = result
         place = result.place or {}
         text = result.source_text or ""
         first, last = place.get("statement_lines", (0, 0))

@@ -10,13 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SHORT_NAMES = {
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float32: "float32",
-    torch.float64: "float64",
-}
-
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the dtype without its "torch." prefix."""

@@ -5,6 +5,7 @@ VENV ?= .venv
 OPT_LEVEL ?= O1 O2 O3
 PYTHON ?=
 TORCH_INDEX ?=
+TORCH12_PYTHON ?=
 LAB_ARGS ?=
 
 PY := $(VENV)/bin/python
@@ -22,11 +23,12 @@ unexport JUPYTER_PATH
 export JUPYTER_PREFER_ENV_PATH := 1
 
 .NOTPARALLEL:
-.PHONY: help setup repro test lab doctor clean distclean
+.PHONY: help setup repro test lab doctor torch12 clean distclean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
-	@echo "May be set: OPT_LEVEL=\"O1 O3\", VENV=folder, PYTHON=interpreter, TORCH_INDEX=address of PyTorch's CPU wheels"
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@echo "May be set: OPT_LEVEL=\"O1 O3\", VENV=folder, PYTHON=interpreter, TORCH_INDEX=address of PyTorch's CPU wheels,"
+	@echo "  TORCH12_PYTHON=a Python 3.7 or 3.6, for torch12"
 
 repro: $(READY) ## reproduce the reported errors: O1, O2 and O3, or OPT_LEVEL=O3 for one
 	@mkdir -p $(RUNS); done=; failed=; \
@@ -63,12 +65,15 @@ lab: $(READY) ## start JupyterLab (as root: LAB_ARGS=--allow-root)
 doctor: $(READY) ## what is installed here, each trap with its cure
 	@$(PY) -m syncbn_lab doctor
 
+torch12: $(READY) ## make an environment with the real torch 1.2.0 in .venv-torch-1.2
+	@$(PY) -m syncbn_lab torch12 $(if $(TORCH12_PYTHON),--python "$(TORCH12_PYTHON)")
+
 clean: ## remove data/runs and the caches
 	rm -rf $(RUNS) .pytest_cache .ruff_cache .mypy_cache
 	find syncbn_lab tests notebooks \( -name __pycache__ -o -name .ipynb_checkpoints \) -prune -exec rm -rf {} +
 
-distclean: clean ## clean, and remove .venv (a VENV elsewhere stays)
-	rm -rf .venv
+distclean: clean ## clean, and remove .venv and .venv-torch-1.2 (a VENV elsewhere stays)
+	rm -rf .venv .venv-torch-1.2
 
 setup: $(READY) ## make the environment only; the targets above do it by themselves
 

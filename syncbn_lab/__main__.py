@@ -71,6 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--repeats", type=int, default=5, help="pairs of notebooks (default: 5)")
     bench.add_argument("--csv", metavar="FILE", help="append the rows to this file too")
     bench.set_defaults(run=_bench)
+
+    torch12 = commands.add_parser("torch12", help="make an environment with the real torch 1.2.0")
+    torch12.add_argument("--python", metavar="PATH", help="a CPython 3.7 or 3.6 to make it with")
+    torch12.set_defaults(run=_torch12)
     return parser
 
 
@@ -153,7 +157,7 @@ def _run(chosen: argparse.Namespace) -> int:
         "matches": f"{result.messages_match} (case {result.case})"
         if result.message and result.case
         else None,
-        "silent casts": len(result.silent_casts) or None,
+        "silent casts": len(result.silent_casts or []) or None,
         "findings": "\n                ".join(result.findings[:5]) or None,
         "torch": result.environment.get("torch"),
         "seconds": f"{result.seconds:.2f}",
@@ -200,6 +204,14 @@ def _bench(chosen: argparse.Namespace) -> int:
         )
     if chosen.csv:
         bench.append(rows, Path(chosen.csv))
+    return 0
+
+
+def _torch12(chosen: argparse.Namespace) -> int:
+    from syncbn_lab import torch12
+
+    python = torch12.build(chosen.python)
+    print(f"{python}\n  The kit finds it; {torch12.VARIABLE}=PATH names another one instead.")
     return 0
 
 

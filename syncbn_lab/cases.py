@@ -7,7 +7,6 @@ the kit can make again names the experiment that does it.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -24,7 +23,6 @@ _KINDS: dict[str, tuple[type, str]] = {
     "configuration": (dict, "a table"),
     "line": (int, "a whole number"),
 }
-VERBATIM, DEVICE, PAIR, NO = "verbatim", "but for the device", "but for the dtype pair", "no"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,28 +114,6 @@ def look_up(experiment: Experiment) -> tuple[Case | None, str | None]:
         return None, f"no reported case was looked up: {error}".rstrip(".")
 
 
-def match_message(reported: str | None, seen: str | None) -> str:
-    """How far a message is the reported one.
-
-    `verbatim`; `but for the device` (cpu for cuda:0, torch.HalfTensor for
-    torch.cuda.HalfTensor, one device for one device); `but for the dtype pair` (each dtype
-    consistently another one, in the same order of precision, as in a replay with (float,
-    double) for (half, float)); `no`.
-    """
-    if not reported or not seen:
-        return NO
-    if seen.strip() == reported.strip():
-        return VERBATIM
-    if _pattern(_DEVICE_WORDS, reported) != _pattern(_DEVICE_WORDS, seen):
-        return NO
-    one, other = _without_device(reported), _without_device(seen)
-    if one == other:
-        return DEVICE
-    if _without_dtypes(one) == _without_dtypes(other) and _dtype_order(one) == _dtype_order(other):
-        return PAIR
-    return NO
-
-
 def markdown_table() -> str:
     """The first screen of the README: what you see, cause, cure, command, a row a case."""
     rows = ["| What you see | Cause | Cure | Command |", "|---|---|---|---|"]
@@ -200,31 +176,3 @@ def _case(path: Path, fields: Any) -> Case:
             f"{path.name} has a configuration that is no experiment: {error}"
         ) from error
     return case
-
-
-# In order of precision, as torch promotes them.
-_DTYPES = ("Bool", "Byte", "Int", "Long", "Half", "BFloat16", "Float", "Double")
-_DTYPE_WORDS = re.compile(rf"\b({'|'.join(_DTYPES)})(?=Tensor\b|\b)")
-_DEVICE_WORDS = re.compile(r"\bcuda:\d+\b|\bcpu\b|\btorch\.(?:cuda\.)?(?=[A-Z]\w*Tensor\b)")
-
-
-def _without_device(message: str) -> str:
-    text = re.sub(r"\bcuda:\d+\b|\bcpu\b", "<device>", message.strip())
-    return text.replace("torch.cuda.", "torch.")
-
-
-def _without_dtypes(message: str) -> str:
-    return _DTYPE_WORDS.sub("<dtype>", message)
-
-
-def _dtype_order(message: str) -> list[int]:
-    """Rank of each dtype among the message's own: "Half … Float" and "Float … Double" agree."""
-    words = _DTYPE_WORDS.findall(message)
-    ranked = sorted(set(words), key=_DTYPES.index)
-    return [ranked.index(word) for word in words]
-
-
-def _pattern(words: re.Pattern[str], message: str) -> list[int]:
-    """Which words are the same as which: "cuda:0 … cuda:0" and "cpu … cpu" agree."""
-    found = words.findall(message)
-    return [found.index(word) for word in found]

@@ -1,6 +1,6 @@
 """The one kind of error that is part of the interface: bad input, said in one sentence."""
 
-from __future__ import annotations
+from typing import List
 
 
 class InputError(ValueError):
@@ -10,6 +10,6 @@ class InputError(ValueError):
     itself; on the command line ``__main__`` prints it and exits with code 1.
     """
 
-    def _render_traceback_(self) -> list[str]:
+    def _render_traceback_(self) -> List[str]:
         """Hook of IPython: what to show in place of a traceback."""
         return [f"{type(self).__name__}: {self}"]

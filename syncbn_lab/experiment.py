@@ -17,6 +17,12 @@ from syncbn_lab.policies import POLICIES, check_keep_batchnorm_fp32
 RULES = {
     "torch-1.2": "this torch made to obey torch 1.2's dtype rules on CUDA",
     "installed": "this torch's own rules, as it is",
+    "recorded": "a real torch 1.2.0 on a CPU, live or as it was recorded, with (float, double) in "
+    "the place of (half, float)",
+}
+DTYPE_PAIRS = {
+    "half-float": "the pair that mixed precision mixes",
+    "float-double": "the same, one precision higher: for a torch without half arithmetic on its CPU",
 }
 DEVICES = ("cpu", "cuda")
 MODELS = {
@@ -64,6 +70,10 @@ class Experiment:
     """Training steps: forward, backward and optimizer step."""
     time_limit: float = 120.0
     """Seconds after which the run is ended and its outcome is `timed out`."""
+    dtype_pair: str = "half-float"
+    """Which two dtypes stand for low and full precision."""
+    python: str | None = None
+    """Another interpreter with a torch of its own; None for this one. Only its torch is needed."""
 
     def __post_init__(self) -> None:
         _check_choice("opt_level", self.opt_level, POLICIES)
@@ -74,6 +84,8 @@ class Experiment:
         _check_choice("device", self.device, DEVICES)
         _check_choice("model", self.model, MODELS)
         _check_choice("input", self.input, INPUTS)
+        _check_choice("dtype_pair", self.dtype_pair, DTYPE_PAIRS)
+        self._check_torch()
         _check_integer("world_size", self.world_size, 1, MAX_WORLD_SIZE)
         _check_integer("seed", self.seed, 0, MAX_SEED)
         _check_integer("steps", self.steps, 1, 10**6)
@@ -83,6 +95,33 @@ class Experiment:
                 f"time_limit is {self.time_limit!r}; allowed is a number of seconds above 0 "
                 "and below 86400."
             )
+
+    def _check_torch(self) -> None:
+        """Whose torch it is, and what that rules out."""
+        if self.python is not None:
+            if not isinstance(self.python, str) or not self.python:
+                raise InputError(
+                    f"python is {self.python!r}; allowed is the path of an interpreter, or None."
+                )
+            if self.rules != "installed":
+                raise InputError(
+                    f"rules={self.rules!r} does not go with another interpreter, which has a torch "
+                    "of its own: rules='installed' is allowed."
+                )
+        policy = POLICIES[self.opt_level]
+        if self.rules == "recorded" and (self.device != "cpu" or self.dtype_pair != "half-float"):
+            raise InputError(
+                "rules='recorded' is a real torch 1.2 on a CPU, which shifts the dtype pair by "
+                "itself: device='cpu' and dtype_pair='half-float' are allowed."
+            )
+        shifted = self.rules == "recorded" or self.dtype_pair != "half-float"
+        if shifted and policy.kind != "apex" and policy.name != "half":
+            raise InputError(
+                f"{policy.name} can't be run with the dtype pair shifted to (float, double); "
+                "O0, O1, O2, O3 and half can."
+            )
+        if shifted and self.device != "cpu":
+            raise InputError("dtype_pair='float-double' is for a CPU: device='cpu' is allowed.")
 
     def replace(self, **changes: Any) -> Experiment:
         """Return a copy with some fields changed, checked like a new one."""
@@ -116,9 +155,13 @@ class Experiment:
         layer = self.implementation
         if layer == "apex":
             layer += f" ({self.revision})"
-        ranks = f", {self.world_size} ranks" if self.world_size > 1 else ""
+        more = f", {self.world_size} ranks" if self.world_size > 1 else ""
+        if self.dtype_pair != "half-float":
+            more += f", {self.dtype_pair} for half-float"
+        if self.python is not None:
+            more += f", in {self.python}"
         return (
-            f"{self.configuration}, {layer}, {self.rules} rules, {self.model}, {self.device}{ranks}"
+            f"{self.configuration}, {layer}, {self.rules} rules, {self.model}, {self.device}{more}"
         )
 
 

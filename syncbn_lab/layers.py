@@ -4,50 +4,54 @@ The recorder adds hooks and clones; it does no arithmetic and changes no dtype, 
 under any precision recipe and any dtype rules. The verdict reads its records.
 """
 
-from __future__ import annotations
-
-import dataclasses
-from types import TracebackType
-from typing import Any
+import inspect
+from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-# apex's O1 patches methods of torch.Tensor: its ``cpu`` casts to float32 on the way. An original
-# method kept from before does not help, because under a function mode torch looks a method up by
-# name again. The operators themselves are out of reach of any patch.
-_DETACH, _COPY = torch.ops.aten.detach.default, torch.ops.aten._to_copy.default
 
-
-@dataclasses.dataclass
 class LayerRecord:
     """What one batch norm layer received and gave in one training step, on one rank."""
 
-    name: str
-    """Module path, such as "block1.bn2"."""
-    eps: float
-    momentum: float | None
-    training: bool
-    x: Tensor
-    y: Tensor
-    weight: Tensor | None
-    bias: Tensor | None
-    running_mean_before: Tensor | None
-    running_var_before: Tensor | None
-    running_mean: Tensor | None = None
-    running_var: Tensor | None = None
-    num_batches_tracked: int = 0
-    """Before this batch."""
-    dy: Tensor | None = None
-    dx: Tensor | None = None
-    dweight: Tensor | None = None
-    """This call's alone, before it is added to ``weight.grad``. None where a backward pass went
-    through several calls of the layer: only the sum of their gradients ever exists."""
-    dbias: Tensor | None = None
-    batch_mean: Tensor | None = None
-    batch_var: Tensor | None = None
-    """The layer's own batch statistics, where its code shows them (apex's fallback does)."""
+    def __init__(
+        self,
+        name: str,
+        eps: float,
+        momentum: Optional[float],
+        training: bool,
+        x: Tensor,
+        y: Tensor,
+        weight: Optional[Tensor],
+        bias: Optional[Tensor],
+        running_mean_before: Optional[Tensor],
+        running_var_before: Optional[Tensor],
+        running_mean: Optional[Tensor] = None,
+        running_var: Optional[Tensor] = None,
+        num_batches_tracked: int = 0,
+        dy: Optional[Tensor] = None,
+        dx: Optional[Tensor] = None,
+        dweight: Optional[Tensor] = None,
+        dbias: Optional[Tensor] = None,
+        batch_mean: Optional[Tensor] = None,
+        batch_var: Optional[Tensor] = None,
+    ) -> None:
+        self.name = name
+        """Module path, such as "block1.bn2"."""
+        self.eps, self.momentum, self.training = eps, momentum, training
+        self.x, self.y, self.weight, self.bias = x, y, weight, bias
+        self.running_mean_before = running_mean_before
+        self.running_var_before = running_var_before
+        self.running_mean, self.running_var = running_mean, running_var
+        self.num_batches_tracked = num_batches_tracked
+        """Before this batch."""
+        self.dy, self.dx = dy, dx
+        self.dweight, self.dbias = dweight, dbias
+        """This call's alone, before they are added to ``.grad``. None where a backward pass went
+        through several calls of the layer: only the sum of their gradients ever exists."""
+        self.batch_mean, self.batch_var = batch_mean, batch_var
+        """The layer's own batch statistics, where its code shows them (apex's fallback does)."""
 
 
 class LayerRecorder:
@@ -58,55 +62,50 @@ class LayerRecorder:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.records: list[LayerRecord] = []
-        self.running: list[str] = []
+        self.records: List[LayerRecord] = []
+        self.running: List[str] = []
         """Module paths entered and not yet left, outermost first: where an error was raised."""
         self._model = model
-        self._handles: list[Any] = []
-        self._open: dict[str, LayerRecord] = {}
-        self._frame_owner: dict[int, LayerRecord] = {}
+        self._handles: List[Any] = []
+        self._open: Dict[str, LayerRecord] = {}
+        self._frame_owner: Dict[int, LayerRecord] = {}
         # Every parameter seen, and the calls that may yet contribute to its gradient.
-        self._waiting: dict[int, tuple[Tensor, list[LayerRecord]]] = {}
+        self._waiting: Dict[int, Tuple[Tensor, List[LayerRecord]]] = {}
 
-    def __enter__(self) -> LayerRecorder:
+    def __enter__(self) -> "LayerRecorder":
         for name, module in self._model.named_modules():
             if name:
                 self._handles.append(module.register_forward_pre_hook(self._enter(name)))
                 self._handles.append(module.register_forward_hook(self._leave(name)))
             if isinstance(module, _BatchNorm):
                 before, after = self._before(name), self._after(name)
-                self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+                self._handles.append(_before_forward(module, before))
                 self._handles.append(module.register_forward_hook(after))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
         self._waiting.clear()
 
     @property
-    def failing_module(self) -> str | None:
+    def failing_module(self) -> Optional[str]:
         """The innermost module that was entered and not left."""
         return self.running[-1] if self.running else None
 
-    def record_of(self, module: object) -> LayerRecord | None:
+    def record_of(self, module: object) -> Optional[LayerRecord]:
         """The latest record of one module object."""
         return self._frame_owner.get(id(module))
 
     def _enter(self, name: str) -> Any:
-        def hook(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        def hook(module: torch.nn.Module, args: Tuple[Any, ...]) -> None:
             self.running.append(name)
 
         return hook
 
     def _leave(self, name: str) -> Any:
-        def hook(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        def hook(module: torch.nn.Module, args: Tuple[Any, ...], output: Any) -> None:
             # What was entered since and never left has raised, and somebody caught it.
             while self.running.pop() != name:
                 pass
@@ -114,7 +113,7 @@ class LayerRecorder:
         return hook
 
     def _before(self, name: str) -> Any:
-        def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def hook(module: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> Any:
             x = args[0] if args else kwargs["input"]
             tracked = module.num_batches_tracked
             record = LayerRecord(
@@ -140,14 +139,16 @@ class LayerRecorder:
                 return None
             alias = x.view_as(x)
             alias.register_hook(_catch(record, "dx"))
-            return ((alias, *args[1:]), kwargs) if args else (args, {**kwargs, "input": alias})
+            if not args:
+                return args, dict(kwargs, input=alias)
+            return (alias,) + tuple(args[1:]), kwargs
 
         return hook
 
     def _await(self, parameter: Tensor, slot: str, record: LayerRecord) -> None:
         """Catch a parameter's gradient for the one call that it comes from."""
         if id(parameter) not in self._waiting:
-            waiting: list[LayerRecord] = []
+            waiting: List[LayerRecord] = []
             self._waiting[id(parameter)] = parameter, waiting
 
             def hook(grad: Tensor) -> None:
@@ -161,7 +162,7 @@ class LayerRecorder:
         self._waiting[id(parameter)][1].append(record)
 
     def _after(self, name: str) -> Any:
-        def hook(module: Any, args: tuple[Any, ...], output: Any) -> None:
+        def hook(module: Any, args: Tuple[Any, ...], output: Any) -> None:
             record = self._open.pop(name)
             record.running_mean = copy(module.running_mean)
             record.running_var = copy(module.running_var)
@@ -173,9 +174,25 @@ class LayerRecorder:
         return hook
 
 
-def copy(value: Tensor | None) -> Any:
-    """A copy on the CPU, of the same dtype whatever apex has patched; None stays None."""
-    return None if value is None else _COPY(_DETACH(value), device="cpu")
+def _before_forward(module: Any, hook: Any) -> Any:
+    """Call ``hook(module, args, kwargs)`` before forward; torch before 2.0 has no kwargs there."""
+    register = module.register_forward_pre_hook
+    if "with_kwargs" in inspect.signature(register).parameters:
+        return register(hook, with_kwargs=True)
+
+    def without_kwargs(module: Any, args: Tuple[Any, ...]) -> Any:
+        changed = hook(module, args, {})
+        return None if changed is None else changed[0]
+
+    return register(without_kwargs)
+
+
+def copy(value: Optional[Tensor]) -> Any:
+    """A copy on the CPU, of the same dtype whatever apex has patched; None stays None.
+
+    apex's O1 patches ``Tensor.cpu``, which then casts to float32; it leaves ``to`` alone.
+    """
+    return None if value is None else value.detach().to("cpu", copy=True)
 
 
 def _catch(record: LayerRecord, slot: str) -> Any:

@@ -64,7 +64,7 @@ def place(result: RunResult) -> Sentence:
 
 def today(result: RunResult, now: RunResult) -> Sentence:
     """Read the same experiment under today's rules: what is cast, what it costs, what breaks."""
-    casts = now.silent_casts
+    casts = now.silent_casts or []
     backward = sum(cast["gradient_index"] is not None for cast in casts)
     torch = now.environment.get("torch", "today's torch")
     text = f"Under the rules of torch {torch} itself: **{_outcome(now)}**. "

@@ -65,7 +65,7 @@ def reproduction(
             "phase": today.phase,
             "file": today.file,
             "line": today.line,
-            "silent_casts": len(today.silent_casts),
+            "silent_casts": len(today.silent_casts or []),
             "findings": today.findings,
         },
         "control": {

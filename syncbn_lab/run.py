@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from syncbn_lab.cases import NO, Case, look_up, match_message
+from syncbn_lab.cases import Case, look_up
 from syncbn_lab.errors import InputError
 from syncbn_lab.experiment import Experiment, experiment_from_dict
-from syncbn_lab.implementations.apex import require_apex
+from syncbn_lab.implementations.apex import find_apex, require_apex
+from syncbn_lab.messages import NO, match_message
+from syncbn_lab.trace.place import Place, place_in, place_of_gradient
 from syncbn_lab.warm import warm_parent
 
 OUTCOMES = (
@@ -27,7 +30,7 @@ OUTCOMES = (
     "not runnable here",
     "not applicable",
 )
-SCHEMA = 1
+SCHEMA = 2
 """Version of ``RunResult.to_dict``."""
 
 
@@ -48,7 +51,10 @@ class RunResult:
     error_type: str | None = None
     message: str | None = None
     source: str | None = None
-    """`raised by torch X`, or `raised by our rule`."""
+    """`raised by torch X`, `raised by our rule`, or `recorded`."""
+    recorded: dict[str, Any] | None = None
+    """For a message of our rule, the row of the record that it rests on: `row`, what a real torch
+    1.2.0 said there (`message`), and how far it is the same (`match`). None without one."""
     file: str | None = None
     line: int | None = None
     """Counted by statement, as Python 3.6 and 3.7 report it."""
@@ -67,8 +73,9 @@ class RunResult:
     """The case that was reported for this configuration; None for a control."""
     layers: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Every batch norm layer against the oracle."""
-    silent_casts: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    """Under today's rules: what torch 1.2 would have refused, in order."""
+    silent_casts: list[dict[str, Any]] | None = None
+    """Under today's rules: what torch 1.2 would have refused, in order. None where nobody looked:
+    under other rules, and in another interpreter."""
     trace: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Every call of a function of the layer's files, with the tensors it held."""
     nodes: list[str] = dataclasses.field(default_factory=list)
@@ -130,12 +137,28 @@ def run(experiment: Experiment) -> RunResult:
     Raises
     ------
     InputError
-        Before any work starts: apex is needed and is not there or is another package.
+        Before any work starts: apex is needed and is not there or is another package, or there
+        is no such interpreter.
     """
-    if experiment.needs_apex:
+    if experiment.rules == "recorded":
+        from syncbn_lab import replays
+
+        return replays.run_recorded(experiment)
+    if experiment.python is not None:
+        require_interpreter(experiment.python)
+    if experiment.needs_apex and (experiment.python is None or experiment.revision != "installed"):
         require_apex()
     reply = warm_parent().ask({"experiment": experiment.to_dict()})
     return _interpret(experiment, reply)
+
+
+def require_interpreter(python: str) -> None:
+    """Refuse an interpreter that is not there, in one sentence, before any experiment starts."""
+    if shutil.which(python) is None:
+        raise InputError(
+            f"python is {python!r}, which is no executable; allowed is the path of an interpreter, "
+            "or of a script that starts one, or its name on PATH."
+        )
 
 
 def machine() -> dict[str, Any]:
@@ -169,7 +192,7 @@ def _interpret(experiment: Experiment, reply: dict[str, Any]) -> RunResult:
     common: dict[str, Any] = {
         "experiment": experiment,
         "verdict": "not judged",
-        "environment": rank.get("environment", {}),
+        "environment": _environment(rank.get("environment", {})),
         "log": rank.get("log", ""),
         "seconds": reply["seconds"],
     }
@@ -185,10 +208,9 @@ def _interpret(experiment: Experiment, reply: dict[str, Any]) -> RunResult:
 
     common.update(
         dtypes=rank["dtypes"],
-        silent_casts=rank["silent_casts"],
+        silent_casts=_silent_casts(experiment, rank["violations"]),
         trace=rank["frames"],
         nodes=rank["nodes"],
-        source_text=rank["source_text"],
     )
     case, unread = look_up(experiment)
     common["case"] = case.case if case else None
@@ -221,9 +243,11 @@ def _raised(
     unread: str | None,
     common: dict[str, Any],
 ) -> RunResult:
-    place = rank["place"] or {}
+    place = place_in(rank["place"]) if rank["place"] else None
+    source = _source(rank, place)
+    place = place_of_gradient(rank["message"], place, rank["frames"], rank["sources"]) or place
     match = match_message(case.seen, rank["message"]) if case else None
-    where = f"{_short(place.get('file'))} line {place.get('line')}" if place else "torch itself"
+    where = f"{_short(place.file)} line {place.line}" if place else "torch itself"
     in_module = f" in layer {rank['module']}" if rank["module"] else ""
     if case is None:
         outcome = "different error"
@@ -243,11 +267,13 @@ def _raised(
         reason=f"{reason}.",
         error_type=rank["error_type"],
         message=rank["message"],
-        source=rank["source"],
-        file=_short(place.get("file")),
-        line=place.get("line"),
-        traceback_line=place.get("traceback_line"),
-        place=rank["place"],
+        source=source,
+        recorded=rank["recorded"],
+        file=_short(place.file) if place else None,
+        line=place.line if place else None,
+        traceback_line=place.traceback_line if place else None,
+        place=dataclasses.asdict(place) if place else None,
+        source_text=rank["sources"].get(place.file) if place else None,
         module=rank["module"],
         phase=rank["phase"],
         messages_match=match,
@@ -256,13 +282,48 @@ def _raised(
     )
 
 
-def _same_place(case: Case, phase: str, place: dict[str, Any]) -> bool:
+def _environment(found: dict[str, Any]) -> dict[str, Any]:
+    """What the child says of itself, with what is known of the apex that it imported."""
+    folder = found.get("apex_folder")
+    apex = None
+    if folder is not None:
+        here = find_apex()
+        if Path(folder).parent.name == "lent":
+            # A copy of this environment's, for an interpreter that had none.
+            apex = here.as_dict() | {"lent": True}
+        else:
+            same = folder == here.location
+            apex = (here if same else find_apex([str(Path(folder).parent)])).as_dict()
+    return {name: value for name, value in found.items() if name != "apex_folder"} | {"apex": apex}
+
+
+def _source(rank: dict[str, Any], raised_at: Place | None) -> str:
+    """Whose words a message is."""
+    if rank["by_rule"]:
+        return "raised by our rule"
+    torch = f"torch {rank['environment']['torch'].partition('+')[0]}"
+    if raised_at is not None and raised_at.statement.lstrip().startswith("raise "):
+        # Raised in Python, by the code that stands there; what C++ raises is torch's.
+        return f"raised by {Path(raised_at.file).name} on {torch}"
+    return f"raised by {torch}"
+
+
+def _silent_casts(
+    experiment: Experiment, violations: list[dict[str, Any]] | None
+) -> list[dict[str, Any]] | None:
+    if violations is None or experiment.rules != "installed":
+        return None
+    # What today's torch refuses as well has no result, and is an error, not a silent cast.
+    return [v for v in violations if v["result_dtype"] or v["gradient_index"] is not None]
+
+
+def _same_place(case: Case, phase: str, place: Place | None) -> bool:
     if case.phase and case.phase != phase:
         return False
     if case.file is None:
         return True
-    same_file = Path(place.get("file") or "").name == Path(case.file).name
-    return same_file and case.line in (None, place.get("line"))
+    same_file = place is not None and Path(place.file).name == Path(case.file).name
+    return same_file and case.line in (None, place.line if place else None)
 
 
 def _telling_rank(ranks: list[dict[str, Any]]) -> dict[str, Any]:

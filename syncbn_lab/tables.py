@@ -113,7 +113,7 @@ def operands(result: RunResult) -> Table:
 def silent_casts(result: RunResult) -> Table:
     """What torch 1.2 would have refused and today's torch did without a word, counted by place."""
     rows = []
-    for cast in result.silent_casts:
+    for cast in result.silent_casts or []:
         if cast["gradient_index"] is None:
             dtypes_in = " × ".join(dtype for dtype, _, _ in cast["operands"])
             does = f"{dtypes_in} → {cast['result_dtype']}"

@@ -146,10 +146,9 @@ def serve() -> None:
     import torch._dynamo  # torch.optim imports it lazily: 2 s in every child otherwise
 
     torch.set_num_threads(1)
-    import syncbn_lab.verdict  # noqa: F401 - imported once, for the child that judges
-    from syncbn_lab import child
+    from syncbn_lab import forked
 
-    child.prepare()
+    forked.prepare()
     # What is here stays for good: no child's garbage collector needs to look at it, and so to
     # copy its pages.
     gc.freeze()
@@ -171,18 +170,18 @@ def _answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _run(fields: dict[str, Any], folder: Path) -> dict[str, Any]:
-    from syncbn_lab import child
+    from syncbn_lab import forked
 
     experiment = experiment_from_dict(fields)
     start = time.monotonic()
     deadline = start + experiment.time_limit
     pids = [
-        _fork(functools.partial(child.run_rank, experiment, rank, folder), folder, f"rank{rank}")
+        _fork(functools.partial(forked.rank, experiment, rank, folder), folder, f"rank{rank}")
         for rank in range(experiment.world_size)
     ]
     # Forked now, so that it is there when the ranks are done; it waits for a byte to begin.
     waiting, begin = os.pipe()
-    judging = _fork(functools.partial(_judge, experiment, folder, waiting, begin), folder, "judge")
+    judging = _fork(functools.partial(forked.judge, experiment, folder, waiting, begin), folder, "judge")
     os.close(waiting)
     ends = _wait(pids, deadline, folder)
     reply: dict[str, Any] = {
@@ -202,19 +201,10 @@ def _run(fields: dict[str, Any], folder: Path) -> dict[str, Any]:
     return reply
 
 
-def _judge(experiment: Experiment, folder: Path, waiting: int, begin: int) -> None:
-    """In the child: judge the run once told so; end if the pipe closes without a word."""
-    from syncbn_lab import child
-
-    os.close(begin)
-    if os.read(waiting, 1):
-        child.judge_run(experiment, folder)
-
-
 def _describe(folder: Path) -> dict[str, Any]:
-    from syncbn_lab import child
+    from syncbn_lab import forked
 
-    pid = _fork(lambda: child.describe_machine(folder), folder, "machine")
+    pid = _fork(lambda: forked.find_devices(folder), folder, "machine")
     _wait([pid], time.monotonic() + 60.0, folder)
     path = folder / "machine.json"
     if path.exists():

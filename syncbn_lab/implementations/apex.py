@@ -1,33 +1,28 @@
-"""The real apex as an implementation under test: which one is installed, and how it is loaded.
+"""The real apex as an implementation under test: which one is installed, which revisions it gives.
 
 ``find_apex`` looks at files and package metadata only, so that it works, and says what is wrong,
 where ``import apex`` fails. Several packages are called apex: NVIDIA's until 2025-05-08, with
 ``amp`` and ``parallel``; NVIDIA's since then, without; and on PyPI a toolkit for Pyramid web
 applications.
 
-``load`` is for the child process of one experiment: it imports the real apex and puts the wanted
-revision of ``sync_batchnorm.py`` (see ``revisions``) in the place of the installed one, in
-memory. Nothing is ever written into the installed package.
+``loading.py`` imports it in the child process of an experiment, with the wanted revision of
+``sync_batchnorm.py`` (``source_of``) in the place of the installed one, in memory. Nothing is
+ever written into the installed package.
 """
 
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.abc
 import importlib.machinery
 import importlib.metadata
-import linecache
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from syncbn_lab.errors import InputError
-from syncbn_lab.implementations import IMPLEMENTATIONS, revisions, stand_ins
+from syncbn_lab.implementations import IMPLEMENTATIONS, revisions
 
 DESCRIPTION = IMPLEMENTATIONS["apex"]
 """What this implementation is, and the autograd node that proves that it ran."""
@@ -73,7 +68,6 @@ SYMPTOMS: dict[str, str] = {
 Which apex is really there, and so the cure, is ``find_apex``'s to say.
 """
 
-_FALLBACK = "apex.parallel.sync_batchnorm"
 _IMPORTS_PYRAMID = re.compile(rb"^\s*(?:from|import)\s+pyramid", re.MULTILINE)
 _PYRAMID_IN_METADATA = re.compile(r"^(?:Summary|Requires-Dist): *pyramid", re.M | re.I)
 
@@ -193,140 +187,24 @@ def require_apex(info: ApexInfo | None = None) -> ApexInfo:
     return info
 
 
-@dataclass(frozen=True)
-class LoadedApex:
-    """The real apex, imported into this process, with one revision of its fallback."""
+def source_of(revision: str) -> tuple[str, str] | None:
+    """The file name and the text of ``sync_batchnorm.py`` at a revision, for ``loading.load``.
 
-    info: ApexInfo  # of what is installed, before any rebuilding
-    revision: str  # as it was asked for
-    amp: ModuleType
-    parallel: ModuleType
-    SyncBatchNorm: type[Any]  # the fallback class at that revision
-    SyncBatchnormFunction: type[Any]  # its autograd Function
-    files: dict[str, str]  # the file names that tracebacks show, by plain name
-    source: str  # of sync_batchnorm.py at that revision
-    stand_ins: list[str]  # the names of those in force
-
-    def convert_syncbn_model(self, model: Any, process_group: Any = None) -> Any:
-        """``model`` through apex's own converter: batch norms become this ``SyncBatchNorm``."""
-        return self.parallel.convert_syncbn_model(model, process_group=process_group)
-
-
-def load(revision: str, *, device: str) -> LoadedApex:
-    """Import the real apex with its fallback at ``revision``, for an experiment on ``device``.
-
-    Only for the child process of one experiment: it installs stand-ins into torch, and
-    ``amp.initialize`` patches torch's functions for the whole process. Throughout the process,
-    ``apex.parallel.SyncBatchNorm`` and so apex's own ``convert_syncbn_model`` then mean the
-    fallback at that revision, also where apex has its CUDA extension and would prefer its
-    optimized class.
-
-    Args:
-        revision: one of ``revisions.REVISION_NAMES``.
-        device: as torch writes it; decides which stand-ins are used.
+    None for "installed": the file is to be imported as it lies there.
 
     Raises:
-        InputError: no usable apex, a revision that can't be had from it, or a package missing
-            that apex imports.
+        InputError: no usable apex, or a revision that can't be had from it.
 
     """
     info = require_apex()
     assert info.location is not None
     installed = Path(info.location) / "parallel" / "sync_batchnorm.py"
     content = revisions.rebuild(installed.read_bytes(), revision)
-    names = stand_ins.install(device)
-    loader = None
-    if revision != "installed":
-        loader = _RevisionLoader(_revision_filename(revision), content.decode())
-    amp, parallel, fallback = _import(loader)
-    function = fallback.SyncBatchnormFunction
-    return LoadedApex(
-        info=info,
-        revision=revision,
-        amp=amp,
-        parallel=parallel,
-        SyncBatchNorm=fallback.SyncBatchNorm,
-        SyncBatchnormFunction=function,
-        files={
-            "sync_batchnorm.py": str(fallback.__file__),
-            "sync_batchnorm_kernel.py": str(sys.modules[function.__module__].__file__),
-        },
-        source=content.decode(),
-        stand_ins=names,
-    )
-
-
-def _import(loader: _RevisionLoader | None) -> tuple[ModuleType, ModuleType, ModuleType]:
-    """apex.amp, apex.parallel and the fallback's module, the last one from ``loader`` if given."""
-    # Out with a fallback that the user's model has imported, or an earlier load in this process.
-    before = sys.modules.pop(_FALLBACK, None)
-    finder = _RevisionFinder(loader)
-    sys.meta_path.insert(0, finder)
-    try:
-        amp = importlib.import_module("apex.amp")
-        parallel = importlib.import_module("apex.parallel")
-        fallback = importlib.import_module(_FALLBACK)
-    except ModuleNotFoundError as error:
-        if error.name not in ("numpy", "packaging", "tqdm"):  # all that apex needs beside torch
-            raise
-        raise InputError(
-            f"apex imports {error.name}, which is not installed: `pip install {error.name}`."
-        ) from error
-    finally:
-        sys.meta_path.remove(finder)
-    if not hasattr(fallback.SyncBatchNorm, "syncbn_import_error"):
-        # apex.parallel notes on the class why it has no CUDA extension, when that is so and it
-        # imports the class itself; the two oldest revisions fail where there is no such note.
-        fallback.SyncBatchNorm.syncbn_import_error = getattr(
-            getattr(before, "SyncBatchNorm", None),
-            "syncbn_import_error",
-            "none, the fallback was asked for",
-        )
-    parallel.__dict__["SyncBatchNorm"] = fallback.SyncBatchNorm
-    return amp, parallel, fallback
-
-
-def _revision_filename(name: str) -> str:
-    """Name a rebuilt revision's file so that it ends as in the report's tracebacks."""
-    commit = next(known.short_commit for known in revisions.KNOWN if known.name == name)
-    return f"apex@{commit}/apex/parallel/sync_batchnorm.py"
-
-
-class _RevisionLoader(importlib.abc.ExecutionLoader):
-    """Compiles a rebuilt revision under a name of its own, and shows its source to tracebacks."""
-
-    def __init__(self, filename: str, source: str) -> None:
-        self._filename = filename
-        self._source = source
-
-    def get_filename(self, fullname: str) -> str:
-        return self._filename
-
-    def get_source(self, fullname: str) -> str:
-        return self._source
-
-    def exec_module(self, module: ModuleType) -> None:
-        # With None for a modification time, checkcache() doesn't look for a file and drop it.
-        lines = self._source.splitlines(keepends=True)
-        linecache.cache[self._filename] = (len(self._source), None, lines, self._filename)
-        super().exec_module(module)
-
-
-class _RevisionFinder(importlib.abc.MetaPathFinder):
-    """Answers the import of apex's fallback with the rebuilt revision, and no other import."""
-
-    def __init__(self, loader: _RevisionLoader | None) -> None:
-        self._loader = loader
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _FALLBACK or self._loader is None:
-            return None
-        filename = self._loader.get_filename(fullname)
-        spec = importlib.machinery.ModuleSpec(fullname, self._loader, origin=filename)
-        spec.has_location = True  # gives the module its __file__
-        return spec
+    if revision == "installed":
+        return None
+    commit = next(known.short_commit for known in revisions.KNOWN if known.name == revision)
+    # Named so that it ends as in the report's tracebacks.
+    return f"apex@{commit}/apex/parallel/sync_batchnorm.py", content.decode()
 
 
 def _find(name: str, path: list[str] | None) -> importlib.machinery.ModuleSpec | None:

@@ -11,28 +11,25 @@ code only. torch would act on it: ``torch.distributed.broadcast`` asks ``is_cuda
 the compute capability of a GPU that isn't there.
 
 The stand-ins change torch for the whole process, so they belong into the child process of one
-experiment (``apex.load`` installs them there). What they leave alone, tests check: convolution,
+experiment (``loading.load`` installs them there). What they leave alone, tests check: convolution,
 batch norm, optimizers, gloo collectives, printing, copying and saving.
-
-This module imports torch only when something is installed.
 """
-
-from __future__ import annotations
 
 import collections.abc
 import importlib.util
 import math
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Callable, Dict, List, NamedTuple, Tuple
+
+import torch
+
+from syncbn_lab.implementations import pair
 
 _TENSOR_TYPES = ("IntTensor", "FloatTensor", "HalfTensor", "DoubleTensor")
 
 
-@dataclass(frozen=True)
-class StandIn:
+class StandIn(NamedTuple):
     """One thing that apex asks for and that this torch, or a CPU, doesn't have."""
 
     name: str  # what is put there, as Python writes it
@@ -55,8 +52,6 @@ def _lacks_six() -> bool:
 
 
 def _install_six() -> None:
-    import torch
-
     # The three names that apex (and code of its time) takes from it, as torch 1.x defined them.
     six = ModuleType("torch._six", "Stand-in for a module that torch 2.0 removed.")
     six.__dict__.update(string_classes=(str, bytes), container_abcs=collections.abc, inf=math.inf)
@@ -65,8 +60,6 @@ def _install_six() -> None:
 
 
 def _install_nvtx() -> None:
-    import torch
-
     def no_range(*args: Any, **kwargs: Any) -> int:
         return 0  # the real ones return the range's depth, which nobody here reads
 
@@ -75,8 +68,6 @@ def _install_nvtx() -> None:
 
 
 def _install_tensor_types() -> None:
-    import torch
-
     # The CPU's own legacy types take the same arguments, have the real dtype, and serve
     # isinstance() and Tensor.type(cls) as the CUDA ones do for CUDA tensors.
     for name in _TENSOR_TYPES:
@@ -84,8 +75,6 @@ def _install_tensor_types() -> None:
 
 
 def _install_is_cuda() -> None:
-    import torch
-
     real_is_cuda: Any = torch.Tensor.is_cuda  # a C++ attribute of Tensor's base class
 
     def is_cuda_for_apex(tensor: Any) -> bool:
@@ -95,16 +84,16 @@ def _install_is_cuda() -> None:
 
 
 def _install_type() -> None:
-    import torch
-
     real_type = torch.Tensor.type
 
     def type_for_apex(tensor: Any, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         if dtype is None:
-            name = real_type(tensor)
-            if _asked_by_apex() and not name.startswith("torch.cuda."):
-                name = "torch.cuda." + name.removeprefix("torch.")
-            return name
+            name = str(real_type(tensor))
+            if not _asked_by_apex():
+                return name
+            if not name.startswith("torch.cuda."):
+                name = "torch.cuda." + name[len("torch.") :]
+            return pair.type_name(name)
         if isinstance(dtype, str):
             # "torch.cuda.HalfTensor" asks for half, whoever asks; the tensor stays on the CPU.
             dtype = dtype.replace("torch.cuda.", "torch.", 1)
@@ -124,7 +113,7 @@ def _always() -> bool:
     return True
 
 
-STAND_INS: tuple[StandIn, ...] = (
+STAND_INS: Tuple[StandIn, ...] = (
     StandIn(
         "torch._six",
         "apex.amp imports string_classes and container_abcs from it; torch 2.0 removed it",
@@ -168,10 +157,10 @@ STAND_INS: tuple[StandIn, ...] = (
 )
 """Every stand-in, in the order in which apex meets them."""
 
-_installed: dict[str, None] = {}  # names, in order, of what this process runs with
+_installed: Dict[str, None] = {}  # names, in order, of what this process runs with
 
 
-def install(device: str) -> list[str]:
+def install(device: str) -> List[str]:
     """Put the stand-ins that ``device`` needs into this process; twice does no more than once.
 
     Args:
@@ -200,6 +189,6 @@ def install(device: str) -> list[str]:
     return list(_installed)
 
 
-def describe() -> list[dict[str, str]]:
+def describe() -> List[Dict[str, str]]:
     """One row a stand-in for a table: ``name``, ``why``, ``when``, ``without``."""
     return [{"name": s.name, "why": s.why, "when": s.when, "without": s.without} for s in STAND_INS]

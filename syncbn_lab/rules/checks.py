@@ -104,6 +104,8 @@ def elementwise(plan: Plan, arguments: Arguments) -> Finding | None:
 def logit_products(plan: Plan, arguments: Arguments) -> Finding | None:
     """binary_cross_entropy_with_logits multiplied its four tensors, in place but for the first."""
     logits, target = arguments["self"], arguments["target"]
+    if target.dtype == torch.bool:  # 1 - target: both sides bool, as a number takes the tensor's
+        return _bool_difference([target, target])
     products = [
         (arguments.get("pos_weight"), target, False),
         (target, logits, True),
@@ -256,6 +258,53 @@ def put_values(plan: Plan, arguments: Arguments) -> Finding | None:
     return None
 
 
+def matmul_3d_1d(plan: Plan, arguments: Arguments) -> Finding | None:
+    """matmul of a batch and a vector went through ``mm``; today it goes through ``mv``."""
+    x, other = arguments["self"], arguments["other"]
+    if x.dim() < 3 or other.dim() != 1 or x.dtype == other.dtype:
+        return None
+    return Finding(_object_text(x.dtype, other.dtype, "argument #2 'mat2'"), x.dtype, other.dtype)
+
+
+_CPP_NAMES = {
+    torch.float16: "c10::Half",
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.int64: "long",
+    torch.int32: "int",
+    torch.uint8: "unsigned char",
+    torch.bool: "bool",
+}
+
+
+def grid(plan: Plan, arguments: Arguments) -> Finding | None:
+    """grid_sample named the dtypes as C++ does."""
+    x, points = arguments["input"], arguments["grid"]
+    if x.dtype == points.dtype:
+        return None
+    said, got = (_CPP_NAMES.get(t.dtype, scalar_name(t.dtype)) for t in (x, points))
+    text = "grid_sampler(): expected input and grid to have same dtype, but input has "
+    return Finding(f"{text}{said} and grid has {got}", x.dtype, points.dtype)
+
+
+def long_index(plan: Plan, arguments: Arguments) -> Finding | None:
+    """Where an index is a tensor argument of its own, int64 alone was taken."""
+    for name, number, old_name in plan.named:
+        index = arguments[name]
+        if index.dtype != torch.int64:
+            where = f"argument #{number} '{old_name}'"
+            return Finding(_object_text(torch.int64, index.dtype, where), torch.int64, index.dtype)
+    return None
+
+
+def truth_only(plan: Plan, arguments: Arguments) -> Finding | None:
+    """all and any took bool and uint8; any spoke of all as well."""
+    x = arguments["self"]
+    if x.dtype in (torch.bool, torch.uint8):
+        return None
+    return Finding("all only supports torch.uint8 and torch.bool dtypes", got=x.dtype)
+
+
 def floating_only(plan: Plan, arguments: Arguments) -> Finding | None:
     """Functions that had no integer kernel, or that said so themselves (mean, std)."""
     x = arguments[plan.reference]
@@ -263,7 +312,10 @@ def floating_only(plan: Plan, arguments: Arguments) -> Finding | None:
     if not isinstance(x, Tensor) or dtype.is_floating_point or dtype.is_complex:
         return None
     device = x.device.type
-    words = plan.words.format(
+    words = plan.words
+    if plan.words_along and arguments.get("dim") is not None:
+        words = plan.words_along
+    words = words.format(
         operation=plan.operation, dtype=scalar_name(dtype), device=device, DEVICE=device.upper()
     )
     return Finding(words, got=dtype)

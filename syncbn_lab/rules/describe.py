@@ -53,6 +53,7 @@ _ROWS = (
         _SEEN,
         _MODE,
     ),
+    ("truth-only", "all and any refuse everything but bool and uint8", _SEEN, _MODE),
     (
         "gradient",
         "a gradient has the dtype of what it belongs to; its shape is checked first",

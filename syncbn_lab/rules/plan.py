@@ -31,6 +31,10 @@ class Entry:
     """Arguments that torch 1.2 cast to the tensors' dtype: Python numbers never promote."""
     words: str = ""
     """The message, for ``floating_only``."""
+    always: bool = False
+    """Judged even where every tensor has one and the same floating dtype."""
+    words_along: str = ""
+    """The message when the operation goes along a dimension, where that is another one."""
 
 
 @dataclass(frozen=True)

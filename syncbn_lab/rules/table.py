@@ -22,6 +22,10 @@ def _found(rule: str, reference: str, *names: str) -> Entry:
     return Entry(rule, checks.same_found, reference=reference, named=named)
 
 
+def _indexed(number: int) -> Entry:
+    return Entry("index", checks.long_index, named=(("index", number, "index"),), always=True)
+
+
 _OTHER = ("other", 2, "other")
 _ELEMENTWISE = Entry("elementwise", checks.elementwise, numbers=("other", "alpha", "weight"))
 _CONVOLUTION = Entry("conv", checks.convolution, reference="input")
@@ -67,6 +71,7 @@ TABLE: dict[str, Entry] = {
     "ger": _object("matmul", ("vec2", 2, "vec2")),
     "linear": Entry("matmul", checks.linear, reference="input"),
     "bilinear": _found("matmul", "input1", "weight", "input2"),
+    "matmul": Entry("matmul", checks.matmul_3d_1d),
     "bmm": _found("matmul", "self", "mat2"),
     "baddbmm": _found("matmul", "batch1", "self", "batch2"),
     "addmm": _object("matmul", *_BATCHES),
@@ -85,6 +90,8 @@ TABLE: dict[str, Entry] = {
     "index_add": _object("index", ("source", 4, "source")),
     "index_copy": _object("index", ("source", 4, "source")),
     "put": _object("index", ("source", 3, "source")),
+    **dict.fromkeys(("gather", "index_select"), _indexed(3)),
+    "take": _indexed(2),
     "masked_scatter": _object("index", ("source", 3, "source")),
     "masked_fill": _object("index", numbers=("value",)),
     "index_fill": _object("index", numbers=("value",)),
@@ -93,6 +100,8 @@ TABLE: dict[str, Entry] = {
     "l1_loss": _object("loss", ("target", 2, "target"), reference="input"),
     "cosine_embedding_loss": _found("loss", "input1", "target"),
     "soft_margin_loss": _object("loss", ("target", 2, "target"), reference="input"),
+    "multi_margin_loss": _object("loss", ("weight", 5, "weight")),
+    "grid_sample": Entry("loss", checks.grid, reference="input"),
     "binary_cross_entropy": _object("loss", ("target", 2, "target"), ("weight", 3, "weight")),
     "binary_cross_entropy_with_logits": Entry("loss", checks.logit_products),
     **dict.fromkeys(
@@ -127,12 +136,14 @@ TABLE: dict[str, Entry] = {
 }
 
 
-def _floating(words: str, *names: str, reference: str = "self") -> None:
+def _floating(words: str, *names: str, along: str = "") -> None:
     for name in names:
         # {name} is filled in here, {dtype} and {device} when it happens
         text = words.replace("{name}", name)
-        TABLE[name] = Entry("floating-only", checks.floating_only, reference=reference, words=text)
+        TABLE[name] = Entry("floating-only", checks.floating_only, words=text, words_along=along)
 
+
+TABLE["all"] = TABLE["any"] = Entry("truth-only", checks.truth_only, always=True)
 
 # Functions without an integer kernel. On CUDA the name before "not implemented" had other
 # endings, which were never recorded; the device's name is put there.
@@ -143,9 +154,12 @@ tanh trunc
 _floating("{name}_vml_{device} not implemented for '{dtype}'", *_VML.split())
 _NATIVE = "sigmoid reciprocal frac digamma lgamma erfinv sinh cosh"
 _floating("\"{name}_{device}\" not implemented for '{dtype}'", *_NATIVE.split())
-_floating("Can only calculate the mean of floating types. Got {dtype} instead.", "mean")
-_floating("{name} only supports floating-point dtypes", "std", "var")
-_floating("norm only supports floating-point dtypes", "norm", "linalg_vector_norm")
+_MEAN = "Can only calculate the mean of floating types. Got {dtype} instead."
+_floating(_MEAN, "mean")
+_SPREAD = "std and var only support floating-point dtypes"
+_floating("{name} only supports floating-point dtypes", "std", "var", along=_SPREAD)
+_NORM = "norm only supports floating-point dtypes"
+_floating(_NORM, "norm", "linalg_vector_norm", along=_MEAN)
 
 # Elementwise in today's torch, yet explicit about dtypes, or without a counterpart in 1.2.
 _EXPLICIT = "copy fill zero bernoulli logical_and logical_or logical_xor logical_not isin"

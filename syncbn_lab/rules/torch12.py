@@ -50,11 +50,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import InputError
-from ..trace.place import current_line
+from ..trace.frames import current_line
 from . import gradients
 from .adapt import adapted, reversed_division
 from .describe import basis_of
 from .plan import Plan
+from .record import evidence_for
 from .table import TABLE, bind, plan_for
 from .violations import (
     Finding,
@@ -118,7 +119,9 @@ class Rules:
             numel=max((t.numel() for t in shapes), default=0),
         )
         self.violations.append(violation)
-        return Torch12RuleError(violation, basis_of(rule))
+        # Where nothing is raised nobody asks, and the record need not be read.
+        recorded = evidence_for(rule, finding.message) if self.raising else None
+        return Torch12RuleError(violation, basis_of(rule), recorded)
 
 
 class _DispatchRules(TorchDispatchMode):
@@ -146,7 +149,7 @@ class _DispatchRules(TorchDispatchMode):
             if func is _TO_COPY:
                 self._engine_cast(args[0], kwargs)
             return func(*args, **kwargs)
-        if plan.plain(args, kwargs):
+        if plan.plain(args, kwargs) and not plan.always and "dtype" not in kwargs:
             return func(*args, **kwargs)
         return self._governed(plan, func, args, kwargs)
 
@@ -289,6 +292,8 @@ _HANDLERS: dict[str, Handler] = {
     "linear": _checked("linear", ["input", "weight", "bias"]),
     "bilinear": _checked("bilinear", ["input1", "input2", "weight", "bias"]),
     "tensordot": _checked("mm", ["self", "mat2"]),
+    **dict.fromkeys(("matmul", "__matmul__"), _checked("matmul", ["self", "other"])),
+    "grid_sample": _checked("grid_sample", ["input", "grid"]),
     "ger": _checked("ger", ["self", "vec2"]),
     "cosine_similarity": _checked("cosine_similarity", ["x1", "x2"]),
     "l1_loss": _checked("l1_loss", ["input", "target"]),

@@ -11,24 +11,11 @@ from typing import Any
 
 import torch
 
-# torch 1.2's names of the scalar types, as its messages print them.
-_SCALAR_NAMES = {
-    torch.float16: "Half",
-    torch.bfloat16: "BFloat16",
-    torch.float32: "Float",
-    torch.float64: "Double",
-    torch.uint8: "Byte",
-    torch.int8: "Char",
-    torch.int16: "Short",
-    torch.int32: "Int",
-    torch.int64: "Long",
-    torch.bool: "Bool",
-    torch.complex64: "ComplexFloat",
-    torch.complex128: "ComplexDouble",
-}
+from ..messages import SCALAR_TYPES
+from .record import Evidence
 
 _TORCH_FOLDER = str(Path(torch.__file__).parent) + "/"
-_RULES_FOLDER = str(Path(__file__).parent) + "/"
+_RULES_FOLDER = str(Path(__file__).parent)
 
 
 @dataclass(frozen=True)
@@ -50,7 +37,7 @@ class Violation:
     file: str | None
     """Innermost Python frame outside torch and outside these rules; None on a worker thread."""
     line: int | None
-    """That frame's line, counted by statement (``trace/place.py``): the last line of the
+    """That frame's line, counted by statement (``trace/frames.py``): the last line of the
     expression, as Python 3.6 and 3.7 report it."""
     gradient_index: int | None
     """Which gradient of a node, counted over its tensor inputs."""
@@ -65,21 +52,26 @@ class Violation:
 class Torch12RuleError(RuntimeError):
     """What torch 1.2 would have raised; its text is exactly torch 1.2's message.
 
-    ``violation`` holds the facts; a note says that the error is ours.
+    ``violation`` holds the facts, ``recorded`` the row of the record that they rest on; a note
+    says that the error is ours.
     """
 
-    def __init__(self, violation: Violation, basis: str) -> None:
+    def __init__(
+        self, violation: Violation, basis: str, recorded: Evidence | None = None
+    ) -> None:
         super().__init__(violation.message)
         self.violation = violation
         self.basis = basis
+        self.recorded = recorded
+        said = f"; {recorded.sentence()}" if recorded else ""
         self.add_note(
             f"raised by syncbn_lab's torch 1.2 rules on torch {torch.__version__}; "
-            f"rule: {violation.rule}; basis: {basis}"
+            f"rule: {violation.rule}; basis: {basis}{said}"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle by what made it, so that it comes out of a worker process whole."""
-        return type(self), (self.violation, self.basis)
+        return type(self), (self.violation, self.basis, self.recorded)
 
 
 @dataclass(frozen=True)
@@ -98,7 +90,8 @@ def short_name(dtype: torch.dtype | None) -> str | None:
 
 def scalar_name(dtype: torch.dtype) -> str:
     """``Half`` for torch.float16."""
-    return _SCALAR_NAMES.get(dtype, short_name(dtype) or "")
+    name = short_name(dtype) or ""
+    return SCALAR_TYPES.get(name, name)
 
 
 def type_name(dtype: torch.dtype, device: torch.device | str) -> str:
@@ -133,7 +126,7 @@ def innermost_frame(start: FrameType | None = None) -> FrameType | None:
     frame = start or sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_RULES_FOLDER) and not name.endswith(
+        if not _own(name) and not name.endswith(
             ("torch/utils/_python_dispatch.py", "torch/_ops.py", "torch/overrides.py")
         ):
             return frame
@@ -144,8 +137,13 @@ def innermost_frame(start: FrameType | None = None) -> FrameType | None:
 def user_frame() -> FrameType | None:
     """Innermost Python frame outside torch and outside these rules."""
     frame = innermost_frame(sys._getframe(1))
-    while frame is not None and frame.f_code.co_filename.startswith(
-        (_TORCH_FOLDER, _RULES_FOLDER, "<frozen")
+    while frame is not None and (
+        _own(name := frame.f_code.co_filename) or name.startswith((_TORCH_FOLDER, "<frozen"))
     ):
         frame = frame.f_back
     return frame
+
+
+def _own(file: str) -> bool:
+    """Whether a file is one of these rules' own; the recorder's rows are user code to them."""
+    return file.rpartition("/")[0] == _RULES_FOLDER

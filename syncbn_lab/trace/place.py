@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import linecache
-from collections.abc import Collection
-from types import CodeType, FrameType, TracebackType
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-import torch
+from syncbn_lab.messages import dtype_called
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,55 +34,82 @@ class Place:
     statement_lines: tuple[int, int]
     operands: dict[str, dict[str, Any]]
     """The statement's tensors by the names it uses for them, such as "self.running_mean"."""
+    note: str | None = None
+    """Why the line is not the one that this Python's traceback names."""
 
 
-def place_of(
-    error: BaseException, targets: Collection[str] = (), skipped: tuple[str, ...] = ()
-) -> Place | None:
-    """Find where ``error`` was raised.
-
-    The innermost frame in one of the ``targets`` counts; without one, the innermost frame of a
-    file whose path does not start with one of ``skipped``. None when there is no such frame.
-    """
-    frames = list(_frames(error.__traceback__))
-    chosen = None
-    for frame, lasti, line in frames:
-        name = frame.f_code.co_filename
-        if name in targets:
-            chosen = (frame, lasti, line)
-    if chosen is None:
-        for frame, lasti, line in frames:
-            if not frame.f_code.co_filename.startswith(skipped):
-                chosen = (frame, lasti, line)
-    if chosen is None:
-        return None
-    frame, lasti, line = chosen
-    code = frame.f_code
-    source = "".join(linecache.getlines(code.co_filename, frame.f_globals))
-    first, last, names = statement_at(source, line)
+def place_in(frame: dict[str, Any]) -> Place:
+    """The place that ``frames.failing_frame`` found, with its statement and operands."""
+    source = frame["source"]
+    first, last, names = statement_at(source, frame["traceback_line"])
+    tensors = frame["tensors"]
+    raw = frame["traceback_line"]
+    # Python 3.8 to 3.10 don't say where an instruction ends: there its statement counts.
+    line = frame["line"] or last
+    note = None
+    if line != raw:
+        note = (
+            f"The statement stands on lines {first} to {last}. Python 3.6 and 3.7 name the last "
+            f"line in a traceback, {line}; Python 3.8 and newer name the first, so the traceback "
+            f"here says {raw}."
+        )
     return Place(
-        file=code.co_filename,
-        line=end_line(code, lasti) or line,
-        traceback_line=line,
-        function=code.co_qualname,
+        file=frame["file"],
+        line=line,
+        traceback_line=raw,
+        function=frame["function"],
         statement="\n".join(source.splitlines()[first - 1 : last]),
         statement_lines=(first, last),
-        operands=_lookup(frame, names),
+        operands={name: tensors[name] for name in names if name in tensors},
+        note=note,
     )
 
 
-def end_line(code: CodeType, lasti: int) -> int | None:
-    """Last source line of the instruction at byte offset ``lasti``; None where unknown."""
-    positions = list(code.co_positions())
-    index = lasti // 2
-    if not 0 <= index < len(positions):
+_REFUSED_GRADIENT = re.compile(
+    r"^Function (\w+?)(?:Backward\d*)? returned an invalid gradient at index (\d+) - "
+    r"expected type torch\.(?:cuda\.)?(\w+)Tensor but got torch\.(?:cuda\.)?(\w+)Tensor"
+)
+
+
+def place_of_gradient(
+    message: str,
+    raised: Place | None,
+    records: Sequence[Mapping[str, Any]],
+    sources: Mapping[str, str],
+) -> Place | None:
+    """The statement that returned a gradient which the engine then refused.
+
+    The engine raises after backward has returned, so the traceback ends in torch; a user has
+    to look at the return statement of the function that the message names. It is found in the
+    records of a ``FrameRecorder`` (as plain values). None for any other message.
+    """
+    found = _REFUSED_GRADIENT.match(message)
+    if found is None:
         return None
-    return positions[index][1]
-
-
-def current_line(frame: FrameType) -> int:
-    """The line that a frame is at, counted by statement."""
-    return end_line(frame.f_code, frame.f_lasti) or frame.f_lineno
+    function, index, expected, got = found.groups()
+    raw_file = Path(raised.file).name if raised else "torch"
+    raw_line = raised.traceback_line if raised else 0
+    for record in reversed(records):
+        if record["function"] == f"{function}.backward":
+            source = sources.get(record["file"], "")
+            first, last, names = statement_at(source, record["line"])
+            return Place(
+                file=record["file"],
+                line=record["line"],
+                traceback_line=raw_line,
+                function=record["function"],
+                statement="\n".join(source.splitlines()[first - 1 : last]),
+                statement_lines=(first, last),
+                operands={n: record["tensors"][n] for n in names if n in record["tensors"]},
+                note=f"Gradient {index} is {dtype_called(got)} where the input's dtype, "
+                f"{dtype_called(expected)}, was expected. The autograd engine refused it after this statement had returned it; "
+                "the traceback itself ends at the call that started backward, "
+                f"{raw_file} line {raw_line}.",
+            )
+    if raised is None:
+        return None
+    note = "The autograd engine refused a gradient of a built-in operation."
+    return dataclasses.replace(raised, function=function, operands={}, note=note)
 
 
 def statement_at(source: str, line: int) -> tuple[int, int, list[str]]:
@@ -134,30 +161,3 @@ def _header_end(block: Any, lines: list[str]) -> int:
     while last > block.lineno and lines[last - 1].partition("#")[0].strip() == "":
         last -= 1
     return last
-
-
-def describe_tensor(value: torch.Tensor) -> dict[str, Any]:
-    """Dtype, device and shape of a tensor as plain values."""
-    return {
-        "dtype": str(value.dtype).removeprefix("torch."),
-        "device": str(value.device),
-        "shape": list(value.shape),
-    }
-
-
-def _frames(traceback: TracebackType | None) -> Any:
-    while traceback is not None:
-        yield traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno
-        traceback = traceback.tb_next
-
-
-def _lookup(frame: FrameType, names: list[str]) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for name in names:
-        head, _, attribute = name.partition(".")
-        value = frame.f_locals.get(head, frame.f_globals.get(head))
-        if attribute:
-            value = getattr(value, attribute, None) if isinstance(value, torch.nn.Module) else None
-        if isinstance(value, torch.Tensor):
-            found[name] = describe_tensor(value)
-    return found

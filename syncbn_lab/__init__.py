@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 from syncbn_lab.cases import Case, cases, find_case
 from syncbn_lab.errors import InputError
 from syncbn_lab.experiment import Experiment
-from syncbn_lab.params import Parameters, parameters
+from syncbn_lab.params import Parameters, choices, parameters
 from syncbn_lab.results import read_results, record, reproduction
 from syncbn_lab.run import RunResult, run
 
 if TYPE_CHECKING:
-    from syncbn_lab import oracle, plots, reading, tables
+    from syncbn_lab import oracle, plots, reading, replays, rules, tables
     from syncbn_lab.rules import torch12_rules
 
 __version__ = "0.1.0"
@@ -31,6 +31,7 @@ __all__ = [
     "Parameters",
     "RunResult",
     "cases",
+    "choices",
     "find_case",
     "oracle",
     "parameters",
@@ -38,7 +39,9 @@ __all__ = [
     "read_results",
     "reading",
     "record",
+    "replays",
     "reproduction",
+    "rules",
     "run",
     "tables",
     "torch12_rules",
@@ -48,7 +51,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name == "torch12_rules":
         return importlib.import_module("syncbn_lab.rules").torch12_rules
-    if name in ("oracle", "plots", "reading", "tables"):
+    if name in ("oracle", "plots", "reading", "replays", "rules", "tables"):
         return importlib.import_module(f"syncbn_lab.{name}")
     raise AttributeError(f"syncbn_lab has no attribute {name!r}")
 

@@ -7,10 +7,11 @@ import dataclasses
 import json
 import os
 import sys
+from pathlib import Path
 
 from syncbn_lab import __version__
 from syncbn_lab.errors import InputError
-from syncbn_lab.experiment import DEVICES, INPUTS, MODELS, RULES, Experiment
+from syncbn_lab.experiment import DEVICES, DTYPE_PAIRS, INPUTS, MODELS, RULES, Experiment
 from syncbn_lab.implementations import IMPLEMENTATIONS
 from syncbn_lab.implementations.revisions import REVISION_NAMES
 from syncbn_lab.policies import POLICIES
@@ -74,6 +75,11 @@ def _parser() -> argparse.ArgumentParser:
 
     torch12 = commands.add_parser("torch12", help="make an environment with the real torch 1.2.0")
     torch12.add_argument("--python", metavar="PATH", help="a CPython 3.7 or 3.6 to make it with")
+    torch12.add_argument(
+        "--record",
+        metavar="FOLDER",
+        help="write what it says to this folder too, rules.csv and replays.json (about a minute)",
+    )
     torch12.set_defaults(run=_torch12)
     return parser
 
@@ -92,10 +98,18 @@ def _add_experiment(parser: argparse.ArgumentParser) -> None:
         "seed": "seeds parameters, crops and labels",
         "steps": "training steps",
         "time_limit": "seconds until the run is ended",
+        "dtype_pair": ", ".join(DTYPE_PAIRS),
     }
     parser.add_argument("--case", help="a reported case, which fills in the defaults")
     parser.add_argument(
         "--keep-batchnorm-fp32", help="True, False or None: apex amp's argument of that name"
+    )
+    parser.add_argument(
+        "--python",
+        action="append",
+        metavar="PATH",
+        help="another interpreter, whose torch runs the experiment by its own rules; given several "
+        "times, one table compares them",
     )
     for field in dataclasses.fields(Experiment):
         if field.name in helps:
@@ -105,12 +119,19 @@ def _add_experiment(parser: argparse.ArgumentParser) -> None:
             parser.add_argument(flag, type=kind, help=shown, metavar=field.name.upper())
 
 
-def _experiment(chosen: argparse.Namespace) -> Experiment:
+def _experiments(chosen: argparse.Namespace) -> list[Experiment]:
+    """The experiment of a command line: one, or one for each interpreter."""
     from syncbn_lab.params import choose
 
     defaults = Experiment().to_dict()
     given = {n: getattr(chosen, n) for n in defaults if getattr(chosen, n, None) is not None}
-    return choose({"case": chosen.case, **given}, defaults).experiment
+    pythons = given.pop("python", [None])
+    if chosen.python:
+        given.setdefault("rules", "installed")
+    return [
+        choose({"case": chosen.case, **given, "python": python}, defaults).experiment
+        for python in pythons
+    ]
 
 
 def _doctor(chosen: argparse.Namespace) -> int:
@@ -138,18 +159,26 @@ def _cases(chosen: argparse.Namespace) -> int:
 
 
 def _run(chosen: argparse.Namespace) -> int:
+    from syncbn_lab.results import text_table, version_row
     from syncbn_lab.run import require_device, run
 
-    experiment = _experiment(chosen)
-    require_device(experiment.device)
-    result = run(experiment)
+    experiments = _experiments(chosen)
+    for experiment in experiments:
+        require_device(experiment)
+    results = [run(experiment) for experiment in experiments]
     if chosen.json:
-        print(json.dumps(result.to_dict(), indent=1, allow_nan=False))
+        plain = [result.to_dict() for result in results]
+        print(json.dumps(plain if len(plain) > 1 else plain[0], indent=1, allow_nan=False))
         return 0
+    if len(results) > 1:
+        print(text_table([version_row(result) for result in results]))
+        return 0
+    result = results[0]
     print(result.sentence())
     lines = {
         "message": result.message,
         "source": result.source,
+        "rests on": _evidence(result.recorded),
         "phase": result.phase,
         "place": f"{result.file} line {result.line}" if result.file else None,
         "traceback line": result.traceback_line,
@@ -158,16 +187,24 @@ def _run(chosen: argparse.Namespace) -> int:
         if result.message and result.case
         else None,
         "silent casts": len(result.silent_casts or []) or None,
-        "findings": "\n                ".join(result.findings[:5]) or None,
+        "findings": "\n                  ".join(result.findings[:5]) or None,
         "torch": result.environment.get("torch"),
         "seconds": f"{result.seconds:.2f}",
     }
     for name, value in lines.items():
         if value is not None:
-            print(f"  {name + ':':<14}{value}")
+            print(f"  {name + ':':<16}{value}")
     if result.outcome == "died" and result.log:
         print(result.log, file=sys.stderr)
     return 0
+
+
+def _evidence(recorded: dict[str, str] | None) -> str | None:
+    """The recorded row behind a message of our rules, in a line."""
+    if recorded is None:
+        return None
+    said = "the same" if recorded["match"] == "verbatim" else recorded["message"]
+    return f"{recorded['row']}, for which torch 1.2.0 said {said}"
 
 
 def _results(chosen: argparse.Namespace) -> int:
@@ -190,8 +227,6 @@ def _writeup(chosen: argparse.Namespace) -> int:
 
 
 def _bench(chosen: argparse.Namespace) -> int:
-    from pathlib import Path
-
     from syncbn_lab import bench
 
     if chosen.repeats < 1:
@@ -212,7 +247,24 @@ def _torch12(chosen: argparse.Namespace) -> int:
 
     python = torch12.build(chosen.python)
     print(f"{python}\n  The kit finds it; {torch12.VARIABLE}=PATH names another one instead.")
+    if chosen.record:
+        _record(python, Path(chosen.record))
     return 0
+
+
+def _record(python: Path, folder: Path) -> None:
+    """Record a real torch 1.2's rules and replays; neither file is touched before both are made."""
+    from syncbn_lab import replays
+    from syncbn_lab.rules.record import ask_there
+
+    if not folder.is_dir():
+        raise InputError(f"--record is {folder}, which is no folder.")
+    print("asking it every row …", flush=True)
+    rules = ask_there(python)
+    replayed = replays.record(python, print)
+    for name, text in (("rules.csv", rules), ("replays.json", replayed)):
+        (folder / name).write_text(text, encoding="utf-8")
+        print(folder / name)
 
 
 if __name__ == "__main__":

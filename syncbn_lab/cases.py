@@ -14,6 +14,7 @@ from typing import Any
 
 from syncbn_lab.errors import InputError
 from syncbn_lab.experiment import Experiment, experiment_from_dict
+from syncbn_lab.locations import data_folder
 
 _REQUIRED = ("case", "title", "report", "seen", "cause", "cure", "command")
 _OPTIONAL = ("date", "environment", "configuration", "phase", "error_type", "file", "line")
@@ -57,13 +58,6 @@ class Case:
         return None if self.configuration is None else experiment_from_dict({**self.configuration})
 
 
-def folder() -> Path:
-    """Where the cases are: beside the package in a checkout, inside it in an installed wheel."""
-    package = Path(__file__).resolve().parent
-    inside = package / "data" / "reported"
-    return inside if inside.is_dir() else package.parent / "data" / "reported"
-
-
 def cases() -> list[Case]:
     """Every reported case, in the order of their names.
 
@@ -72,7 +66,7 @@ def cases() -> list[Case]:
     InputError
         When PyYAML is missing, or a file is not a case: the sentence names the file.
     """
-    return list(_load(folder()))
+    return list(_load(data_folder("reported")))
 
 
 def find_case(name: str) -> Case:

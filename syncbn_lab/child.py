@@ -58,7 +58,7 @@ class Work(NamedTuple):
 
 def run_rank(prepare: Callable[[], Work], rank: int, folder: str) -> None:
     """Run one rank and leave ``rank<r>.json`` and ``rank<r>.pt`` in ``folder``."""
-    records = []  # type: List[LayerRecord]
+    records: List[LayerRecord] = []
     try:
         work = prepare()
         torch.set_num_threads(max(1, 2 // work.experiment.world_size))
@@ -69,7 +69,7 @@ def run_rank(prepare: Callable[[], Work], rank: int, folder: str) -> None:
     except BaseException:
         # A fault of this kit, not of the experiment: the parent shows it as what it is.
         result = {"status": "broken", "message": traceback.format_exc()}
-    path = os.path.join(folder, "rank{}".format(rank))
+    path = os.path.join(folder, f"rank{rank}")
     torch.save([vars(record) for record in records], path + ".pt")
     with open(path + ".tmp", "w") as file:
         json.dump(result, file)
@@ -99,47 +99,46 @@ def _train(work: Work, rank: int) -> Tuple[Dict[str, Any], List[LayerRecord]]:
     model.to(device, full)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
-    watched = set()  # type: Set[str]
+    watched: Set[str] = set()
     if loaded and experiment.implementation == "apex":
         watched = set(loaded.files.values())
     layers = LayerRecorder(model)
     frames = FrameRecorder(watched, on_return=lambda frame: _keep_statistics(frame, layers))
-    if watched and not hasattr(torch.autograd, "set_multithreading_enabled"):
+    if loaded and watched and not hasattr(torch.autograd, "set_multithreading_enabled"):
         function = loaded.SyncBatchnormFunction
         function.backward = staticmethod(frames.on_any_thread(function.backward))
-    result = {
+    result: Dict[str, Any] = {
         "status": "completed",
         "nodes": [],
         "violations": None,
         "sources": {},
         "environment": _environment(experiment, device, work.input_origin, loaded),
-    }  # type: Dict[str, Any]
+    }
     phase = "set-up"
-    noted = None  # type: Any
+    noted: Any = None
     try:
-        with _calling_thread(), _nothing() if work.rules is None else work.rules as noted:
-            with frames, layers:
-                recipe = recipes.apply(
-                    work.policy,
-                    experiment.keep_batchnorm_fp32,
-                    model,
-                    optimizer,
-                    experiment.device,
-                    loaded.amp if loaded else None,
-                )
-                for step in range(experiment.steps):
-                    phase = "forward"
-                    # Judged and shown is the last step; earlier ones only move the buffers.
-                    layers.records.clear()
-                    frames.records.clear()
-                    optimizer.zero_grad()
-                    output, loss = recipe.forward(x, loss_function)
-                    if step == 0:
-                        result["nodes"] = sorted(_node_names(loss))
-                    phase = "backward"
-                    recipe.backward(loss)
-                    phase = "optimizer step"
-                    recipe.step()
+        with _calling_thread(), work.rules or _nothing() as noted, frames, layers:
+            recipe = recipes.apply(
+                work.policy,
+                experiment.keep_batchnorm_fp32,
+                model,
+                optimizer,
+                experiment.device,
+                loaded.amp if loaded else None,
+            )
+            for step in range(experiment.steps):
+                phase = "forward"
+                # Judged and shown is the last step; earlier ones only move the buffers.
+                layers.records.clear()
+                frames.records.clear()
+                optimizer.zero_grad()
+                output, loss = recipe.forward(x, loss_function)
+                if step == 0:
+                    result["nodes"] = sorted(_node_names(loss))
+                phase = "backward"
+                recipe.backward(loss)
+                phase = "optimizer step"
+                recipe.step()
         result["loss"] = float(loss.detach())
         result["output_dtype"] = describe_tensor(output)["dtype"]
     except InputError:
@@ -174,8 +173,8 @@ def _device(experiment: Any, rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise InputError(
-            "device is 'cuda', but torch {} sees no GPU here; allowed here is cpu "
-            "(`python -m syncbn_lab doctor` says why).".format(torch.__version__)
+            f"device is 'cuda', but torch {torch.__version__} sees no GPU here; allowed here is "
+            "cpu (`python -m syncbn_lab doctor` says why)."
         )
     return torch.device("cuda", rank % torch.cuda.device_count())
 
@@ -191,7 +190,7 @@ def _process_group(experiment: Any, rank: int, folder: str) -> Iterator[None]:
         torch.cuda.set_device(rank)
     torch.distributed.init_process_group(
         "nccl" if own_gpus else "gloo",
-        init_method="file://{}/store".format(folder),
+        init_method=f"file://{folder}/store",
         rank=rank,
         world_size=experiment.world_size,
         timeout=datetime.timedelta(seconds=experiment.time_limit),
@@ -217,7 +216,7 @@ def _environment(
         "torch_git_version": torch.version.git_version,
         "python": platform.python_version(),
         "interpreter": sys.executable,
-        "platform": "{} {}".format(platform.system(), platform.machine()),
+        "platform": f"{platform.system()} {platform.machine()}",
         "device": torch.cuda.get_device_name(device) if experiment.device == "cuda" else "cpu",
         "input": origin,
         "threads": torch.get_num_threads(),
@@ -248,9 +247,7 @@ def _describe_error(
         "message": _message(error),
         "by_rule": violation is not None,
         "recorded": _plain(getattr(error, "recorded", None)),
-        "traceback": "".join(
-            traceback.format_exception(type(error), error, error.__traceback__)
-        ),
+        "traceback": "".join(traceback.format_exception(type(error), error, error.__traceback__)),
         "module": layers.failing_module if phase == "forward" else None,
         "place": failing_frame(error, watched, _MACHINERY),
     }
@@ -264,12 +261,14 @@ def _message(error: Exception) -> str:
     """The error's text without the frames of torch's C++ code that torch 1.x put below it."""
     text = re.split(r"\nframe #\d+:", str(error))[0]
     return re.sub(r"\s*\([^()]* at /\S+:\d+\)$", "", text).strip()
+
+
 def _dtypes(layers: LayerRecorder, frames: FrameRecorder) -> Dict[str, Dict[str, Any]]:
     """Dtype, device and shape by role, in the layer where the error was raised or the first.
 
     What apex's own functions held comes first; the layer's hooks fill in the rest.
     """
-    found = {}  # type: Dict[str, Dict[str, Any]]
+    found: Dict[str, Dict[str, Any]] = {}
     forwards = [r for r in frames.records if r.function == "SyncBatchNorm.forward"]
     backwards = [r for r in frames.records if r.function == "SyncBatchnormFunction.backward"]
     if backwards and _gradient_shape(backwards[-1]) is not None:
@@ -320,7 +319,7 @@ def _gradient_shape(record: FrameRecord) -> Optional[List[int]]:
 
 def _node_names(loss: torch.Tensor) -> Set[str]:
     """Names of all autograd nodes behind a loss: which code really ran."""
-    seen = set()  # type: Set[Any]
+    seen: Set[Any] = set()
     waiting = [loss.grad_fn]
     while waiting:
         node = waiting.pop()

@@ -24,6 +24,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from syncbn_lab import torch12
+from syncbn_lab.errors import InputError
+
 MINIMUM_PYTHON = (3, 11)
 MINIMUM_TORCH = (2, 11)
 
@@ -68,6 +71,7 @@ def examine() -> list[Check]:
         torch_check,
         _gpu(probe),
         _apex(),
+        _torch12(),
         _torch_copies(),
         _shadowing(shadows),
         _notebook_packages(),
@@ -199,6 +203,20 @@ def _apex() -> Check:
         # Without any apex only its own cases can't run; another one in its name misleads.
         status = "note" if info.status == "absent" else "trap"
     return Check("apex", info.sentence().removesuffix("."), status, info.cure or "")
+
+
+def _torch12() -> Check:
+    name = "torch 1.2"
+    try:
+        python = torch12.ready_python()
+    except InputError as error:
+        return Check(name, str(error), "trap", f"Correct {torch12.VARIABLE}, or unset it.")
+    if python is None:
+        cure = (
+            "`make torch12` in the checkout makes one; without it the recorded answers are shown."
+        )
+        return Check(name, "no real torch 1.2 beside this one", "note", cure)
+    return Check(name, f"real, in {python}", "ok")
 
 
 def _torch_copies() -> Check:

@@ -10,16 +10,40 @@ its arguments: a shell script that starts a container which can see this folder 
 temporary one will do.
 """
 
+import hashlib
 import json
 import os
 import shutil
 import sys
 import types
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List
+
+MODULES = (
+    "child.py",
+    "elsewhere.py",
+    "errors.py",
+    "implementations/loading.py",
+    "implementations/pair.py",
+    "implementations/stand_ins.py",
+    "layers.py",
+    "models.py",
+    "recipes.py",
+    "trace/frames.py",
+)
+"""What runs in another interpreter when it carries out an experiment; Python 3.6, all of it."""
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__))
 # What the caller's Python was told does not hold for another one.
 _OWN_TO_A_PYTHON = ("PYTHONPATH", "PYTHONHOME", "PYTHONSAFEPATH", "PYTHONSTARTUP", "VIRTUAL_ENV")
+
+
+def modules_hash() -> str:
+    """sha256 over ``MODULES``: what a recorded replay was made with."""
+    total = hashlib.sha256()
+    for name in MODULES:
+        with open(os.path.join(_PACKAGE, name), "rb") as file:
+            total.update(name.encode() + b"\0" + file.read() + b"\0")
+    return total.hexdigest()
 
 
 def environment() -> Dict[str, str]:
@@ -38,7 +62,7 @@ def hand_over(python: str, work: Any, apex: str, rank: int, folder: str) -> None
 
     from syncbn_lab.errors import InputError
 
-    start = os.path.join(folder, "rank{}.".format(rank))
+    start = os.path.join(folder, f"rank{rank}.")
     if apex and rank == 0:
         # A copy, because a container sees this folder and not the environment.
         shutil.copytree(apex, os.path.join(folder, "lent.tmp", "apex"))
@@ -59,7 +83,7 @@ def hand_over(python: str, work: Any, apex: str, rank: int, folder: str) -> None
     try:
         os.execve(shutil.which(python) or python, command, environment())
     except OSError as error:
-        raise InputError("{} can't be run: {}.".format(python, error.strerror))
+        raise InputError(f"{python} can't be run: {error.strerror}.") from error
 
 
 def _take_up(folder: str, rank: int) -> Any:
@@ -68,7 +92,7 @@ def _take_up(folder: str, rank: int) -> Any:
 
     from syncbn_lab.child import Work
 
-    start = os.path.join(folder, "rank{}.".format(rank))
+    start = os.path.join(folder, f"rank{rank}.")
     with open(start + "work") as file:
         fields = json.load(file)
     if fields["lends_apex"] and not _has_apex():
@@ -112,7 +136,7 @@ def _stand_for_package() -> None:
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _PACKAGE]
     for name in ("", ".rules", ".trace", ".implementations"):
         module = types.ModuleType("syncbn_lab" + name)
-        module.__path__ = [os.path.join(_PACKAGE, name[1:])]  # type: ignore[attr-defined]
+        module.__path__ = [os.path.join(_PACKAGE, name[1:])]
         sys.modules[module.__name__] = module
 
 
@@ -130,10 +154,10 @@ def main(arguments: List[str]) -> int:
         return 0
     _, folder, rank = arguments
     try:
-        import torch  # noqa: F401
+        import torch
     except ImportError as error:
-        path = os.path.join(folder, "rank{}".format(rank))
-        _write_not_runnable(path, "{} can't import torch: {}".format(sys.executable, error))
+        path = os.path.join(folder, f"rank{rank}")
+        _write_not_runnable(path, f"{sys.executable} can't import torch: {error}")
         return 1
     from syncbn_lab import child
 

@@ -22,7 +22,7 @@ RULES = {
 }
 DTYPE_PAIRS = {
     "half-float": "the pair that mixed precision mixes",
-    "float-double": "the same, one precision higher: for a torch without half arithmetic on its CPU",
+    "float-double": "one precision higher, for a torch without half arithmetic on its CPU",
 }
 DEVICES = ("cpu", "cuda")
 MODELS = {

@@ -33,6 +33,7 @@ def prepare() -> None:
 
 def rank(experiment: Experiment, number: int, folder: Path) -> None:
     """In the child: do one rank's work here, or hand it over to another interpreter."""
+
     def work() -> child.Work:
         made = _work(experiment, number)
         if experiment.python is not None:
@@ -56,9 +57,7 @@ def _work(experiment: Experiment, rank: int) -> child.Work:
         labels=labels,
         input_origin=origin,
         # Drawn here for every torch, since each may draw others from one seed.
-        parameters=None
-        if here
-        else models.build(experiment.model, experiment.seed).state_dict(),
+        parameters=None if here else models.build(experiment.model, experiment.seed).state_dict(),
         rules=torch12_rules(on_violation="raise" if experiment.rules == "torch-1.2" else "record")
         if here
         else None,
@@ -96,5 +95,3 @@ def find_devices(folder: Path) -> None:
         "devices": [torch.cuda.get_device_name(i) for i in range(count)],
     }
     (folder / "machine.json").write_text(json.dumps(found))
-
-

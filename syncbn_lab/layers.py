@@ -141,7 +141,7 @@ class LayerRecorder:
             alias.register_hook(_catch(record, "dx"))
             if not args:
                 return args, dict(kwargs, input=alias)
-            return (alias,) + tuple(args[1:]), kwargs
+            return (alias, *args[1:]), kwargs
 
         return hook
 

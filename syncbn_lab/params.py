@@ -11,7 +11,8 @@ import ast
 import contextlib
 import dataclasses
 import importlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from syncbn_lab.cases import Case, cases, find_case, look_up
@@ -70,32 +71,50 @@ def parameters(namespace: Mapping[str, Any] | None = None) -> Parameters:
         On an unknown name, a value that is not allowed, values that contradict each other, a
         GPU that is not there, or an apex that is missing or is another package.
     """
-    if namespace is None:
-        shell = _shell()
-        namespace = {} if shell is None else shell.user_ns
-    injected = injected_names()
-    unknown = [name for name in injected if name not in DEFAULTS]
-    if unknown:
-        raise InputError(
-            f"{', '.join(unknown)} is no parameter of this notebook; its parameters are "
-            f"{', '.join(DEFAULTS)}."
-        )
-    given = {
-        name: namespace[name]
-        for name, default in DEFAULTS.items()
-        if name in namespace and (name in injected or namespace[name] != default)
-    }
+    given = _given(DEFAULTS, namespace)
     chosen = choose(given)
     if chosen.experiment.needs_apex:
         require_apex()
     # From here on a run will follow, so torch may load while this process goes on.
     start()
-    require_device(chosen.experiment.device)
+    require_device(chosen.experiment)
     # Torch loads in its own process for some seconds; pandas and matplotlib load here meanwhile.
     with contextlib.suppress(ImportError):
         importlib.import_module("syncbn_lab.tables")
         importlib.import_module("syncbn_lab.plots")
     return chosen
+
+
+def choices(**allowed: Sequence[str]) -> SimpleNamespace:
+    """Check the parameters of a notebook that are each one of a few words, ``lab.choices()``.
+
+    The first word is the default. Unknown names and other values are an InputError.
+    """
+    chosen = {name: words[0] for name, words in allowed.items()}
+    chosen |= _given(chosen, None)
+    for name, value in chosen.items():
+        if value not in allowed[name]:
+            raise InputError(f"{name} is {value!r}; allowed are {', '.join(allowed[name])}.")
+    return SimpleNamespace(**chosen)
+
+
+def _given(defaults: Mapping[str, Any], namespace: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The parameters that somebody set; an unknown name is an InputError that lists the names."""
+    if namespace is None:
+        shell = _shell()
+        namespace = {} if shell is None else shell.user_ns
+    injected = injected_names()
+    unknown = [name for name in injected if name not in defaults]
+    if unknown:
+        raise InputError(
+            f"{', '.join(unknown)} is no parameter of this notebook; its parameters are "
+            f"{', '.join(defaults)}."
+        )
+    return {
+        name: namespace[name]
+        for name, default in defaults.items()
+        if name in namespace and (name in injected or namespace[name] != default)
+    }
 
 
 def choose(given: Mapping[str, Any], defaults: Mapping[str, Any] = DEFAULTS) -> Parameters:

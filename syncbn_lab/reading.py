@@ -5,12 +5,20 @@ Everything here is computed from the results at hand; nothing is said that they 
 
 from __future__ import annotations
 
+import collections
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from syncbn_lab.cases import Case
+from syncbn_lab.messages import VERBATIM
 from syncbn_lab.run import RunResult
+
+if TYPE_CHECKING:
+    from syncbn_lab.replays import ComparedReplay
+    from syncbn_lab.rules.comparison import Compared
+    from syncbn_lab.rules.record import Record
 
 
 class Sentence(str):
@@ -27,6 +35,13 @@ def outcome(result: RunResult, case: Case | None) -> Sentence:
     parts = [f"**{_outcome(result)}.** {result.reason}"]
     if result.message:
         parts.append(f"Message ({result.source}): {_code(result.message)}.")
+    if result.recorded:
+        row, said = _code(result.recorded["row"]), result.recorded["message"]
+        same = result.recorded["match"] == VERBATIM
+        parts.append(
+            f"It rests on a recorded row: for {row} a real torch 1.2.0 on a CPU said "
+            f"{'exactly this, but for names' if same else _code(said)}."
+        )
     if result.experiment.implementation == "torch" and result.experiment.world_size == 1:
         parts.append(
             "On one rank torch's layer is plain batch norm: this says nothing about its "
@@ -166,10 +181,62 @@ def real_torch12() -> Sentence:
     return Sentence(
         "> **What was run on a real torch 1.2, and what was not.** A message marked `raised by "
         "our rule` is torch 1.2's wording, raised on today's torch by this kit. The rules behind "
-        "it were seen on a real torch 1.2.0 on a CPU, for the pair (float, double); there the "
-        "three reported errors appear with that pair in place of (half, float). Half arithmetic "
-        "on CUDA was never run on a real torch 1.2 by this project: for it the evidence is the "
-        "same rule, and the report's own text."
+        "it were recorded in a real torch 1.2.0 on a CPU (`data/torch-1.2/rules.csv`), with half "
+        "tensors too wherever it checks dtypes before it looks for a kernel, as it does in sums, "
+        "products and gradients. Half arithmetic does not exist there, so whole training steps "
+        "were replayed with (float, double) in the place of (half, float): the three reported "
+        "errors appear. CUDA was never run on a real torch 1.2 by this project: for it the "
+        "evidence is the same rule, and the report's own text."
+    )
+
+
+def rules(compared: Sequence[Compared], record: Record) -> Sentence:
+    """Read the comparison of our rules with a record: how many rows agree, what does not."""
+    from syncbn_lab.rules.comparison import AGREES, DIFFERS, NOT_COMPARABLE  # needs torch
+
+    count = collections.Counter(row.agreement for row in compared)
+    unexplained = [row.ours.row for row in compared if row.agreement == DIFFERS and not row.reason]
+    comparable = len(compared) - count[NOT_COMPARABLE]
+    text = (
+        f"**{count[AGREES]} of {comparable} comparable rows agree with torch "
+        f"{record.provenance['torch']}, in outcome and letter for letter in the message.** "
+        f"{count[NOT_COMPARABLE]} rows count for neither side, because its CPU has no kernel for "
+        f"them. {count[DIFFERS]} differ, "
+    )
+    if not unexplained:
+        return Sentence(text + "each for a known reason, listed below.")
+    shown = ", ".join(_code(row) for row in unexplained[:5])
+    return Sentence(f"{text}**{len(unexplained)} of them for no known reason: {shown}.**")
+
+
+def replays(compared: Sequence[ComparedReplay]) -> Sentence:
+    """Read the comparison of our runs with the replays in a real torch 1.2."""
+    agree = sum(one.agrees for one in compared)
+    known = sum(one.reason is not None for one in compared)
+    rest = len(compared) - agree - known
+    text = (
+        f"**{agree} of {len(compared)} replays agree with our run of the same experiment: outcome, "
+        "message, phase, place and every dtype.** "
+    )
+    if known:
+        text += f"{known} differ in the message alone, for a known reason. "
+    text += f"**{rest} differ for no known reason.** " if rest else ""
+    judged = [one for one in compared if one.replay.verdict != one.ours.verdict]
+    if judged:
+        worst = judged[0].replay.findings
+        text += (
+            f"In {len(judged)} the verdict on the values is another one: torch 1.2's CPU adds up "
+            f"one value after the other{f' ({worst[0]})' if worst else ''}."
+        )
+    return Sentence(text.rstrip())
+
+
+def recorded_in(provenance: Mapping[str, str]) -> Sentence:
+    """Say where a record comes from."""
+    return Sentence(
+        f"Recorded on {provenance['date']} in torch {provenance['torch']} (git "
+        f"{provenance['torch_git_version'][:10]}), {provenance['python']}, "
+        f"{provenance['platform']}; recorder {provenance['recorder_sha256'][:10]}."
     )
 
 

@@ -56,7 +56,7 @@ def _apply_apex(policy: Any, keep: Optional[bool], model: Any, optimizer: Any, a
         optimizer,
         opt_level=policy.name,
         keep_batchnorm_fp32=keep,
-        **pair.amp_arguments(policy.name)
+        **pair.amp_arguments(policy.name),
     )
 
     def forward(x: Any, loss_function: Any) -> Any:
@@ -73,8 +73,8 @@ def _apply_apex(policy: Any, keep: Optional[bool], model: Any, optimizer: Any, a
 def _apply_autocast(policy: Any, model: Any, optimizer: Any, device: str) -> Recipe:
     if not hasattr(torch, "autocast") or not hasattr(torch.amp, "GradScaler"):
         raise InputError(
-            "torch {} has no torch.autocast and torch.amp.GradScaler for every device (they came "
-            "with 2.3); allowed here are O0 to O3, half and bf16.".format(torch.__version__)
+            f"torch {torch.__version__} has no torch.autocast and torch.amp.GradScaler for every "
+            "device (they came with 2.3); allowed here are O0 to O3, half and bf16."
         )
     dtype = getattr(torch, policy.dtype)
     # bfloat16 has float32's exponent range, so only float16 needs its gradients scaled.

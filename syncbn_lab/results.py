@@ -55,6 +55,7 @@ def reproduction(
         "expected_message": case.seen if case and case.error_type else None,
         "message": result.message,
         "source": result.source,
+        "recorded_row": result.recorded,
         "messages_match": result.messages_match if case and case.error_type else None,
         "dtypes": result.dtypes,
         "today": {
@@ -149,6 +150,27 @@ def summary_row(results: dict[str, Any]) -> dict[str, str]:
         "place": f"{results['phase']}, {place}" if results["phase"] else "–",
         "match": results["messages_match"] or "–",
         "today's torch": then,
+    }
+
+
+def version_row(result: RunResult) -> dict[str, str]:
+    """One run as a row of a comparison of torch versions."""
+    environment = result.environment
+    place = f"{result.phase}, {result.file}:{result.line}" if result.file else result.phase
+    own = result.experiment.python or environment.get("interpreter")
+    return {
+        "torch": environment.get("torch") or "–",
+        "python": environment.get("python") or "–",
+        "interpreter": own or "this one",
+        "rules": result.experiment.rules,
+        "outcome": result.outcome,
+        "verdict": result.verdict,
+        "message": result.message or ("–" if result.outcome == "completed" else result.reason),
+        "source": result.source or "–",
+        "place": place or "–",
+        "in layer": result.module or "–",
+        "match": result.messages_match or "–",
+        "worst finding": result.findings[0] if result.findings else "–",
     }
 
 

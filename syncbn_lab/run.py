@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ OUTCOMES = (
     "not runnable here",
     "not applicable",
 )
+_NO_HALF = re.compile(r"not (?:implemented|supported on CPUType) for '?Half")
 SCHEMA = 2
 """Version of ``RunResult.to_dict``."""
 
@@ -171,16 +173,17 @@ def start() -> None:
     warm_parent()
 
 
-def require_device(device: str) -> None:
+def require_device(experiment: Experiment) -> None:
     """Refuse a device that is not there, in one sentence, before any experiment starts."""
-    if device == "cpu":
+    # Another interpreter's torch may see a GPU where this one's does not.
+    if experiment.device == "cpu" or experiment.python is not None:
         return
     found = machine()
     if found.get("cuda_available"):
         return
     raise InputError(
-        f"device is {device!r}, but torch {found.get('torch', '')} sees no GPU here; allowed here "
-        "is cpu (`python -m syncbn_lab doctor` says why)."
+        f"device is {experiment.device!r}, but torch {found.get('torch', '')} sees no GPU here; "
+        "allowed here is cpu (`python -m syncbn_lab doctor` says why)."
     )
 
 
@@ -203,6 +206,13 @@ def _interpret(experiment: Experiment, reply: dict[str, Any]) -> RunResult:
     if status == "timed out":
         reason = f"The run was ended after {experiment.time_limit:g} s."
         return RunResult(outcome="timed out", reason=reason, **common)
+    if experiment.python is not None and "environment" not in rank and "exited" in status:
+        said = (rank.get("log") or "").strip().splitlines()
+        reason = (
+            f"{experiment.python} ended without a word of the run; it has to be a Python 3.6 or "
+            f"newer, or start one.{f' It said: {said[-1]}' if said else ''}"
+        )
+        return RunResult(outcome="not runnable here", reason=reason, **common)
     if status not in ("raised", "completed"):
         return RunResult(outcome="died", reason=f"The child {status}.", **common)
 
@@ -261,6 +271,11 @@ def _raised(
         reason = (
             f"An error was raised in {rank['phase']}{in_module}, {where}; it is not the one "
             f"reported as {case.case}"
+        )
+    if experiment.python is not None and _NO_HALF.search(rank["message"]):
+        reason += (
+            "; this torch has no half arithmetic on its CPU: dtype_pair='float-double' runs "
+            "it with (float, double)"
         )
     return RunResult(
         outcome=outcome,

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import html
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from syncbn_lab.cases import Case
+from syncbn_lab.results import version_row
 from syncbn_lab.run import RunResult
+
+if TYPE_CHECKING:
+    from syncbn_lab.replays import ComparedReplay
+    from syncbn_lab.rules.comparison import Compared
+    from syncbn_lab.rules.recorder.answers import Answer
 
 ROLES = (
     ("input", "input of the layer"),
@@ -85,6 +92,11 @@ def runs(**results: RunResult) -> Table:
     return Table(columns)
 
 
+def versions(*results: RunResult) -> Table:
+    """The same experiment in several torches, a row each, in the order given."""
+    return Table([version_row(result) for result in results]).set_index("torch")
+
+
 def dtypes(**results: RunResult) -> Table:
     """Dtype and device of the layer's tensors by role, a pair of columns a run."""
     columns: dict[str, dict[str, str]] = {}
@@ -152,6 +164,88 @@ def layers(result: RunResult) -> Table:
         for comparison in layer["comparisons"]
     ]
     return Table(rows)
+
+
+def rules(compared: Sequence[Compared]) -> Table:
+    """Our rules against a record, a row a rule: how many rows agree, and what the others do."""
+    rows = [
+        {
+            "rule": one.recorded.rule,
+            "rows": 1,
+            "agree": one.agreement == "agrees",
+            "no CPU kernel in torch 1.2": one.agreement == "not comparable",
+            "differ, reason known": one.reason is not None,
+            "differ, reason not known": one.agreement == "differs" and one.reason is None,
+        }
+        for one in compared
+    ]
+    frame = pd.DataFrame(rows).groupby("rule", sort=True).sum()
+    frame.loc["all"] = frame.sum()
+    return Table(frame)
+
+
+def rule_differences(compared: Sequence[Compared]) -> Table:
+    """The rows that differ, counted by reason, with the first of each; the unexplained first."""
+    kinds: dict[str, list[Compared]] = {}
+    for one in compared:
+        if one.agreement == "differs":
+            kinds.setdefault(one.reason or "NOT KNOWN", []).append(one)
+    rows = [
+        {
+            "reason": reason,
+            "rows": len(group),
+            "for example": group[0].recorded.row,
+            "torch 1.2 said": _said(group[0].recorded),
+            "we say": _said(group[0].ours),
+        }
+        for reason, group in sorted(kinds.items(), key=lambda kind: kind[0] != "NOT KNOWN")
+    ]
+    columns = ["reason", "rows", "for example", "torch 1.2 said", "we say"]
+    return Table(rows, columns=columns).set_index("reason")
+
+
+def rule_rows(compared: Sequence[Compared], *names: str) -> Table:
+    """Rows by name, as recorded and as ours."""
+    found = {one.recorded.row: one for one in compared}
+    rows = [
+        {
+            "row": name,
+            "torch 1.2 said": _said(found[name].recorded),
+            "we say": "the same" if found[name].agreement == "agrees" else _said(found[name].ours),
+        }
+        for name in names
+        if name in found
+    ]
+    return Table(rows, columns=["row", "torch 1.2 said", "we say"]).set_index("row")
+
+
+def replays(compared: Sequence[ComparedReplay]) -> Table:
+    """Replays in a real torch 1.2 beside our runs, a row each."""
+    rows = []
+    for one in compared:
+        replay, experiment = one.replay, one.replay.experiment
+        place = f", {replay.file}:{replay.line}" if replay.file else ""
+        rows.append(
+            {
+                "model": experiment.model,
+                "revision": experiment.revision,
+                "configuration": experiment.configuration,
+                "torch 1.2": replay.message or f"completed, {replay.verdict}",
+                "place": f"{replay.phase}{place}" if replay.phase else "–",
+                "we": "agree"
+                if one.agrees
+                else "; ".join(f"{name}: {ours}" for name, (_, ours) in one.differences.items()),
+                "why not": one.reason or ("–" if one.agrees else "not known"),
+            }
+        )
+    return Table(rows).set_index(["model", "revision", "configuration"])
+
+
+def _said(answer: Answer) -> str:
+    """A torch's answer to a row in words."""
+    if answer.outcome == "result":
+        return f"result {answer.result_dtype}"
+    return f"{answer.error_type}: {answer.message}"
 
 
 class SourceView:

@@ -32,6 +32,10 @@ _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or _HOME / ".cache")
 FOLDER = _ROOT / ".venv-torch-1.2" if _CHECKOUT else _CACHE / "syncbn-lab" / "torch-1.2"
 """Where the environment is made."""
 
+_CONDAS = [
+    *(_HOME / name for name in ("miniconda3", "anaconda3", "miniforge3")),
+    Path("/opt/conda"),
+]
 _MARKER = "made-by-syncbn-lab"  # only a folder with this file is ever emptied; locked by a build
 _STAMP = "syncbn-lab-torch-1.2.json"  # written last: what a finished environment has
 # Versions with a wheel, best first, and the GB that must be free: at the peak they took 2.2 and
@@ -103,6 +107,17 @@ def ready_python() -> Path | None:
         )
     python = FOLDER / "bin" / "python"
     return python if (FOLDER / _STAMP).is_file() and _executable(python) else None
+
+
+def require_python() -> Path:
+    """``ready_python``, or an InputError that says how to get one."""
+    python = ready_python()
+    if python is None:
+        raise InputError(
+            "no real torch 1.2 is here; `make torch12` makes an environment with it, or "
+            f"{VARIABLE} names an interpreter that has it."
+        )
+    return python
 
 
 def find_interpreter(explicit: str | None = None) -> Interpreter:
@@ -197,8 +212,8 @@ def _candidates() -> Iterator[tuple[Path, str]]:
             for path in sorted(found, key=_numbers, reverse=True):
                 yield path, "pyenv"
 
-    bases = [_HOME / name for name in ("miniconda3", "anaconda3", "miniforge3")]
-    bases = [Path(os.environ.get("CONDA_PREFIX") or "/opt/conda"), *bases, Path("/opt/conda")]
+    active = os.environ.get("CONDA_PREFIX")
+    bases = [Path(active), *_CONDAS] if active else _CONDAS
     for folder in dict.fromkeys(one for base in bases for one in (base, *base.glob("envs/*"))):
         for minor in _FREE_GB:
             yield folder / "bin" / f"python{minor}", "conda"

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from syncbn_lab.errors import InputError
-from syncbn_lab.experiment import Experiment, experiment_from_dict
+from syncbn_lab.experiment import experiment_from_dict
 
 GRACE = 2.0
 """Seconds that the other ranks get to end by themselves once one rank has failed."""
@@ -181,7 +181,9 @@ def _run(fields: dict[str, Any], folder: Path) -> dict[str, Any]:
     ]
     # Forked now, so that it is there when the ranks are done; it waits for a byte to begin.
     waiting, begin = os.pipe()
-    judging = _fork(functools.partial(forked.judge, experiment, folder, waiting, begin), folder, "judge")
+    judging = _fork(
+        functools.partial(forked.judge, experiment, folder, waiting, begin), folder, "judge"
+    )
     os.close(waiting)
     ends = _wait(pids, deadline, folder)
     reply: dict[str, Any] = {

@@ -79,11 +79,11 @@ def _import(
         fallback = importlib.import_module(_FALLBACK)
     except ModuleNotFoundError as error:
         if error.name == "apex":
-            raise InputError("no apex is installed in {}.".format(sys.executable)) from error
+            raise InputError(f"no apex is installed in {sys.executable}.") from error
         if error.name not in ("numpy", "packaging", "tqdm"):  # all that apex needs beside torch
             raise
         raise InputError(
-            "apex imports {0}, which is not installed: `pip install {0}`.".format(error.name)
+            f"apex imports {error.name}, which is not installed: `pip install {error.name}`."
         ) from error
     finally:
         sys.meta_path.remove(finder)

@@ -10,12 +10,12 @@ It does not serve ``F.batch_norm`` on mixed dtypes: (half, float) alone had a ke
 The shift changes torch for the whole process, so it belongs into the child of one experiment.
 """
 
-from typing import Any, Dict
+from typing import Any, Dict, List
 
 import torch
 
 _SHIFT = {torch.float16: torch.float32, torch.float32: torch.float64}
-_installed = []  # holds one True once the pair is shifted in this process
+_installed: List[bool] = []  # holds one True once the pair is shifted in this process
 
 
 def install() -> None:
@@ -23,8 +23,9 @@ def install() -> None:
     if _installed:
         return
     # Through Tensor.to, which apex never patches.
-    torch.Tensor.half = lambda tensor: tensor.to(torch.float32)  # type: ignore[method-assign]
-    torch.Tensor.float = lambda tensor: tensor.to(torch.float64)  # type: ignore[method-assign]
+    tensor_type: Any = torch.Tensor
+    tensor_type.half = lambda tensor: tensor.to(torch.float32)
+    tensor_type.float = lambda tensor: tensor.to(torch.float64)
     _installed.append(True)
 
 
@@ -48,7 +49,7 @@ def amp_arguments(opt_level: str) -> Dict[str, Any]:
     """What ``amp.initialize`` has to be told where its own defaults name a dtype."""
     if not _installed:
         return {}
-    arguments = {"cast_model_outputs": torch.float64}  # type: Dict[str, Any]
+    arguments: Dict[str, Any] = {"cast_model_outputs": torch.float64}
     if opt_level == "O0":
         arguments["cast_model_type"] = torch.float64
     elif opt_level in ("O2", "O3"):

@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+from .comparison import compare, compare_with
 from .describe import describe_rules
 from .torch12 import Rules, torch12_rules
 from .violations import Torch12RuleError, Violation
 
-__all__ = ["Rules", "Torch12RuleError", "Violation", "describe_rules", "torch12_rules"]
+__all__ = [
+    "Rules",
+    "Torch12RuleError",
+    "Violation",
+    "compare",
+    "compare_with",
+    "describe_rules",
+    "torch12_rules",
+]

@@ -259,7 +259,7 @@ def put_values(plan: Plan, arguments: Arguments) -> Finding | None:
 
 
 def matmul_3d_1d(plan: Plan, arguments: Arguments) -> Finding | None:
-    """matmul of a batch and a vector went through ``mm``; today it goes through ``mv``."""
+    """Matmul of a batch and a vector went through ``mm``; today it goes through ``mv``."""
     x, other = arguments["self"], arguments["other"]
     if x.dim() < 3 or other.dim() != 1 or x.dtype == other.dtype:
         return None
@@ -298,7 +298,7 @@ def long_index(plan: Plan, arguments: Arguments) -> Finding | None:
 
 
 def truth_only(plan: Plan, arguments: Arguments) -> Finding | None:
-    """all and any took bool and uint8; any spoke of all as well."""
+    """All and any took bool and uint8; any spoke of all as well."""
     x = arguments["self"]
     if x.dtype in (torch.bool, torch.uint8):
         return None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable
 
-from .record import Record, read_record
+from ..torch12 import require_python
+from .record import Record, ask_there, parse, read_record
 from .recorder.answers import NO_KERNEL, NOT_MADE, Answer, ask, rows
 from .torch12 import torch12_rules
 
@@ -60,9 +60,7 @@ KNOWN: tuple[Difference, ...] = (
         "refused by both; today's formula of that node refuses first, in words of its own",
     ),
     Difference(r"__getitem__", r"^tensors used as indices", r"^float|^tensors used as", _INDEX),
-    Difference(
-        r"(__sub__|__rsub__|sub_)\(.*True\)", r"^float", r"^Subtraction", _REFUSED_TODAY
-    ),
+    Difference(r"(__sub__|__rsub__|sub_)\(.*True\)", r"^float", r"^Subtraction", _REFUSED_TODAY),
     Difference(r"add alpha=\(.*True\)", r"^float|^u?int", r"^Boolean alpha", _REFUSED_TODAY),
     Difference(r"addcdiv\(int64", r"^int64$", r"^Integer division", _REFUSED_TODAY),
     Difference(r"argmax\(bool", r"^int64$", r"does not support bool", _REFUSED_TODAY),
@@ -101,19 +99,27 @@ class Compared:
     """For a row that differs: why, where it is known."""
 
 
-def compare(record: Record | None = None, names: Iterable[str] | None = None) -> list[Compared]:
-    """Ask this torch, under the rules, every recorded row (or those named), and compare."""
+def compare(record: Record | None = None, rule: str | None = None) -> list[Compared]:
+    """Ask this torch, under the rules, every recorded row (or those of one rule), and compare."""
     answers = (record or read_record()).answers
-    wanted = None if names is None else set(names)
     found = []
     for row in rows():
         name = str(row)
-        if name not in answers or (wanted is not None and name not in wanted):
+        if name not in answers or rule not in (None, row.rule):
             continue
         with torch12_rules():
             ours = ask(row)
         found.append(_compared(answers[name], ours))
     return found
+
+
+def compare_with(source: str, rule: str = "all") -> tuple[Record, list[Compared]]:
+    """Compare with the record ("recorded"), or with a real torch 1.2 asked now ("live").
+
+    ``rule`` is one of ``describe_rules()``, or "all". Live, it takes a minute.
+    """
+    record = parse(ask_there(require_python())) if source == "live" else read_record()
+    return record, compare(record, None if rule == "all" else rule)
 
 
 def _compared(recorded: Answer, ours: Answer) -> Compared:
@@ -122,11 +128,16 @@ def _compared(recorded: Answer, ours: Answer) -> Compared:
     if recorded.outcome in (NO_KERNEL, NOT_MADE):
         return Compared(recorded, ours, NOT_COMPARABLE, None)
     said, ours_said = (answer.message or answer.result_dtype for answer in (recorded, ours))
+    return Compared(recorded, ours, DIFFERS, known_reason(said, ours_said, recorded.row))
+
+
+def known_reason(recorded: str, ours: str, row: str | None = None) -> str | None:
+    """Why we don't say what torch 1.2 said, in a row or (None) anywhere; None if not known."""
     for known in KNOWN:
         if (
-            re.match(known.rows, recorded.row)
-            and re.search(known.recorded, said)
-            and re.search(known.ours, ours_said)
+            (row is None or re.match(known.rows, row))
+            and re.search(known.recorded, recorded)
+            and re.search(known.ours, ours)
         ):
-            return Compared(recorded, ours, DIFFERS, known.reason)
-    return Compared(recorded, ours, DIFFERS, None)
+            return known.reason
+    return None

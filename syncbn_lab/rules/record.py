@@ -9,9 +9,12 @@ import csv
 import dataclasses
 import functools
 import re
+import subprocess
 from pathlib import Path
 
+from .. import elsewhere
 from ..errors import InputError
+from ..locations import data_folder
 from ..messages import PAIR, VERBATIM, dtype_order, without_device, without_dtypes
 from .recorder.answers import COLUMNS, ERROR, NO_KERNEL, Answer
 
@@ -43,13 +46,6 @@ class Evidence:
         return f"a real torch 1.2.0 on a CPU said it with other dtypes for {self.row}"
 
 
-def folder() -> Path:
-    """Where the record is: beside the package in a checkout, inside it in an installed wheel."""
-    package = Path(__file__).resolve().parents[1]
-    inside = package / "data" / "torch-1.2"
-    return inside if inside.is_dir() else package.parent / "data" / "torch-1.2"
-
-
 @functools.cache
 def read_record(path: Path | None = None) -> Record:
     """Read ``rules.csv``.
@@ -59,17 +55,38 @@ def read_record(path: Path | None = None) -> Record:
     InputError
         When the file is not there or is no record.
     """
-    file = path or folder() / "rules.csv"
+    file = path or data_folder("torch-1.2") / "rules.csv"
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        return parse(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InputError(f"the record {file.name} can't be read: {error.strerror}.") from error
+
+
+def parse(text: str) -> Record:
+    """A record's text as the recorder wrote it; anything else is an InputError."""
+    lines = text.splitlines()
     above = [line for line in lines if line.startswith("# ")]
     provenance = dict(line.removeprefix("# ").split(": ", 1) for line in above)
     table = csv.reader(lines[len(above) :])
     if tuple(next(table, ())) != COLUMNS:
-        raise InputError(f"{file.name} is no record: its columns are not {', '.join(COLUMNS)}.")
+        raise InputError(f"this is no record: its columns are not {', '.join(COLUMNS)}.")
     return Record(provenance, {fields[0]: Answer(*fields) for fields in table})
+
+
+def ask_there(python: Path | str) -> str:
+    """Ask the torch of another interpreter every row; the text of its record.
+
+    Raises
+    ------
+    InputError
+        When that interpreter or its torch fails.
+    """
+    command = [str(python), elsewhere.__file__, "rules"]
+    said = subprocess.run(command, env=elsewhere.environment(), capture_output=True, text=True)
+    if said.returncode != 0:
+        last = (said.stderr.strip() or f"exit code {said.returncode}").splitlines()[-1]
+        raise InputError(f"{python} could not record its torch's rules: {last}.")
+    return said.stdout
 
 
 def evidence_for(rule: str, message: str) -> Evidence | None:
@@ -83,15 +100,21 @@ def evidence_for(rule: str, message: str) -> Evidence | None:
     if (rule, text) in same:
         answer = same[rule, text]
         return Evidence(answer.row, answer.message, VERBATIM)
-    answer = shifted.get((rule, without_dtypes(text), tuple(dtype_order(text))))
-    return None if answer is None else Evidence(answer.row, answer.message, PAIR)
+    other = shifted.get((rule, without_dtypes(text), tuple(dtype_order(text))))
+    return None if other is None else Evidence(other.row, other.message, PAIR)
+
+
+_Same = tuple[str, str]  # rule, words
+_Shifted = tuple[str, str, tuple[int, ...]]  # rule, words without dtypes, the dtypes' order
 
 
 @functools.cache
-def _errors() -> tuple[dict[tuple[str, str], Answer], dict[tuple[str, str, tuple[int, ...]], Answer]]:
+def _errors() -> tuple[
+    dict[tuple[str, str], Answer], dict[tuple[str, str, tuple[int, ...]], Answer]
+]:
     """Recorded errors by rule and words; by rule, words without dtypes, and the dtypes' order."""
-    same: dict[tuple[str, str], Answer] = {}
-    shifted: dict[tuple[str, str, tuple[int, ...]], Answer] = {}
+    same: dict[_Same, Answer] = {}
+    shifted: dict[_Shifted, Answer] = {}
     try:
         answers = read_record().answers
     except InputError:  # a rule needs no record to hold

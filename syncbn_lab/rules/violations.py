@@ -56,9 +56,7 @@ class Torch12RuleError(RuntimeError):
     says that the error is ours.
     """
 
-    def __init__(
-        self, violation: Violation, basis: str, recorded: Evidence | None = None
-    ) -> None:
+    def __init__(self, violation: Violation, basis: str, recorded: Evidence | None = None) -> None:
         super().__init__(violation.message)
         self.violation = violation
         self.basis = basis

@@ -111,7 +111,7 @@ def variables(held: Dict[str, Any]) -> Variables:
             owned.update(value.named_buffers(recurse=False))
             for attribute, tensor in owned.items():
                 if isinstance(tensor, torch.Tensor):
-                    found["{}.{}".format(name, attribute)] = describe_tensor(tensor)
+                    found[f"{name}.{attribute}"] = describe_tensor(tensor)
     return found
 
 
@@ -125,7 +125,7 @@ def function_name(frame: FrameType) -> str:
         member = getattr(member, "__func__", member)  # of a static or class method
         member = getattr(member, "__wrapped__", member)
         if getattr(member, "__code__", None) is code:
-            return "{}.{}".format(value.__qualname__, code.co_name)
+            return f"{value.__qualname__}.{code.co_name}"
     return code.co_name
 
 

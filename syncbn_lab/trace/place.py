@@ -102,9 +102,9 @@ def place_of_gradient(
                 statement_lines=(first, last),
                 operands={n: record["tensors"][n] for n in names if n in record["tensors"]},
                 note=f"Gradient {index} is {dtype_called(got)} where the input's dtype, "
-                f"{dtype_called(expected)}, was expected. The autograd engine refused it after this statement had returned it; "
-                "the traceback itself ends at the call that started backward, "
-                f"{raw_file} line {raw_line}.",
+                f"{dtype_called(expected)}, was expected. The autograd engine refused it after "
+                "this statement had returned it; the traceback itself ends at the call that "
+                f"started backward, {raw_file} line {raw_line}.",
             )
     if raised is None:
         return None

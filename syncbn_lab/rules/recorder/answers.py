@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, TextIO
 import torch
 
 from syncbn_lab.rules.recorder import autograd, elementwise, network
-from syncbn_lab.rules.recorder.operands import NotMade, Row, numbered
+from syncbn_lab.rules.recorder.operands import NotMadeError, Row, numbered
 
 RESULT, ERROR, NO_KERNEL, NOT_MADE = "result", "error", "no kernel", "operand can't be made"
 COLUMNS = ("row", "rule", "form", "outcome", "result_dtype", "error_type", "message")
@@ -64,7 +64,7 @@ def ask(row: Row) -> Answer:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             given = row.ask()
-    except NotMade as error:
+    except NotMadeError as error:
         return Answer(*known, outcome=NOT_MADE, message=_first_line(error))
     except Exception as error:
         text = _first_line(error)
@@ -101,8 +101,8 @@ def provenance() -> Dict[str, str]:
     return {
         "torch": torch.__version__,
         "torch_git_version": torch.version.git_version,
-        "python": "{} {}".format(platform.python_implementation(), platform.python_version()),
-        "platform": "{} {}".format(platform.system(), platform.machine()),
+        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "platform": f"{platform.system()} {platform.machine()}",
         "date": datetime.date.today().isoformat(),
         "recorder_sha256": recorder_hash(),
     }
@@ -111,11 +111,11 @@ def provenance() -> Dict[str, str]:
 def write(file: TextIO, said: Callable[[str], None] = lambda text: None) -> None:
     """Ask every row and write the record: provenance in lines that start with #, then CSV."""
     for name, value in provenance().items():
-        file.write("# {}: {}\n".format(name, value))
+        file.write(f"# {name}: {value}\n")
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(COLUMNS)
     asked = rows()
     for number, row in enumerate(asked):
         if number % 1000 == 0:
-            said("{} of {} rows".format(number, len(asked)))
+            said(f"{number} of {len(asked)} rows")
         writer.writerow(ask(row))

@@ -18,12 +18,14 @@ class Given(torch.autograd.Function):
     """A copy of x (and of y); backward returns the gradients it was given beforehand."""
 
     @staticmethod
-    def forward(ctx, x, unused, y, gradients):
+    def forward(ctx: Any, x: Any, unused: Any, y: Any, gradients: Any) -> Any:
+        """Copy x, and keep the gradients."""
         ctx.gradients = gradients
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Any) -> Any:
+        """Return the gradients that were given."""
         first, second = ctx.gradients
         return first, None, second, None
 
@@ -32,12 +34,14 @@ class MixedBackward(torch.autograd.Function):
     """Backward multiplies the gradient by a saved tensor of any dtype."""
 
     @staticmethod
-    def forward(ctx, x, factor):
+    def forward(ctx: Any, x: Any, factor: Any) -> Any:
+        """Copy x, and keep the factor."""
         ctx.save_for_backward(factor)
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Any) -> Any:
+        """Multiply by the factor."""
         (factor,) = ctx.saved_tensors
         return grad * factor, None
 
@@ -69,7 +73,7 @@ def functions() -> Iterator[Row]:
     """A custom Function's gradients: of a leaf and of another node, first and second input."""
     for x, got in itertools.product(FLOATS, (*FLOATS, "int64")):
         for name, non_leaf in (("leaf", False), ("non-leaf", True)):
-            operands = (x, "returns " + got)
+            operands: Tuple[Any, ...] = (x, "returns " + got)
 
             def call(*unused: Any, x: str = x, got: str = got, non_leaf: bool = non_leaf) -> Any:
                 return _through_function(x, "float32", (got,), (None,), non_leaf)
@@ -77,7 +81,7 @@ def functions() -> Iterator[Row]:
             yield Row("gradient", "Function, " + name, "autograd", operands, call)
         for y in FLOATS:
             for first in (None, x):  # None for the first: the second one's index stays 1
-                operands = (x, y, "returns {}, {}".format(first, got))
+                operands = (x, y, f"returns {first}, {got}")
 
                 def second(
                     *unused: Any, x: str = x, y: str = y, first: Any = first, got: str = got
@@ -87,7 +91,7 @@ def functions() -> Iterator[Row]:
                 yield Row("gradient", "Function, two inputs", "autograd", operands, second)
     for x, got in _PAIRS:
         for shape in ((2,), (2, 3), (1, 3), SCALAR):
-            operands = (x, "returns {}".format(Operand(got, shape)))
+            operands = (x, f"returns {Operand(got, shape)}")
 
             def shaped(*unused: Any, x: str = x, got: str = got, shape: Any = shape) -> Any:
                 return _through_function(x, "float32", (got, shape), (None,))
@@ -275,10 +279,16 @@ def _reduce(name: str, dtype: str) -> Call:
 
 def nodes() -> Iterator[Row]:
     """Built-in nodes: 0-dim operands, broadcasting, ``dtype=`` arguments, ``to``."""
-    shapes = ((VECTOR, SCALAR), (SCALAR, VECTOR), (SCALAR, SCALAR), (VECTOR, VECTOR), ((2, 3), (3,)))
+    shapes = ((VECTOR, SCALAR), (SCALAR, VECTOR), (SCALAR, SCALAR)) + (
+        (VECTOR, VECTOR),
+        ((2, 3), (3,)),
+    )
     for name in ("add", "sub", "mul", "div", "rsub", "addcmul"):
         for (x, y), (one, two) in itertools.product(_PAIRS, shapes):
-            operands = Operand(x, one, requires_grad=True), Operand(y, two, requires_grad=True)
+            operands: Tuple[Any, ...] = (
+                Operand(x, one, requires_grad=True),
+                Operand(y, two, requires_grad=True),
+            )
             operation = getattr(torch, name)
             if name == "addcmul":
                 operation = lambda a, b: torch.addcmul(a, b, b)  # noqa: E731

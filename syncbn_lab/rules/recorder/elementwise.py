@@ -209,11 +209,11 @@ def conversions() -> Iterator[Row]:
         yield from grid("conversion", name, getattr(torch.Tensor, name), (ALL,), ((VECTOR,),))
 
 
-_UNARY = """
+_NAMES = """
 abs acos asin atan ceil cos cosh digamma erf erfc erfinv exp expm1 floor frac lgamma log log10
 log1p log2 neg reciprocal relu round rsqrt sigmoid sign sin sinh sqrt tan tanh trunc
-""".split()
-_REDUCTIONS = "sum mean prod std var max min norm argmax all any".split()
+"""
+_REDUCTIONS = ("sum", "mean", "prod", "std", "var", "max", "min", "norm", "argmax", "all", "any")
 
 
 def _reduction(name: str) -> Call:
@@ -233,7 +233,7 @@ def _with_dtype(name: str, target: str) -> Call:
 def singles() -> Iterator[Row]:
     """One operand: functions and reductions, with and without ``dtype=``."""
     one = ((VECTOR,), (SCALAR,))
-    for name in _UNARY:
+    for name in _NAMES.split():
         yield from grid("floating-only", name, getattr(torch, name), (ALL,), one, first=0.25)
     for name in ("sqrt_", "exp_", "sigmoid_", "relu_", "abs_", "zero_"):
         call = getattr(torch, name, None) or getattr(torch.Tensor, name)
@@ -244,7 +244,8 @@ def singles() -> Iterator[Row]:
         call = _along(name)
         yield from grid("floating-only", name + " dim=1", call, (ALL,), (((2, 3),),))
     yield from grid("floating-only", "norm dim=0", lambda a: torch.norm(a, 2, 0), (ALL,))
-    yield from grid("floating-only", "renorm", lambda a: torch.renorm(a, 2, 0, 1), (ALL,), (((2, 3),),))
+    renorm = lambda a: torch.renorm(a, 2, 0, 1)  # noqa: E731
+    yield from grid("floating-only", "renorm", renorm, (ALL,), (((2, 3),),))
     for name in ("cumsum", "cumprod", "logsumexp", "softmax", "log_softmax"):
         call = _first_dimension(name)
         yield from grid("floating-only", name, call, (ALL,), ((VECTOR,),))
@@ -252,7 +253,8 @@ def singles() -> Iterator[Row]:
         for dtype in ALL:
             for target in (*FLOATS, "bfloat16", "int64"):
                 operands = (Operand(dtype), target)
-                yield Row("floating-only", name + " dtype=", "out of place", operands, _with_dtype(name, target))
+                call = _with_dtype(name, target)
+                yield Row("floating-only", name + " dtype=", "out of place", operands, call)
 
 
 def _along(name: str) -> Call:

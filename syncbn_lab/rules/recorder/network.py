@@ -157,13 +157,17 @@ _LOSSES_OF_THREE: Dict[str, Tuple[Call, Shapes]] = {
 
 
 def _lengths(x: Any) -> Any:
-    return F.ctc_loss(x, torch.tensor([[1, 2]]), (3,), (2,))
+    lengths: Any = ((3,), (2,))  # numbers: tensors of them are refused by the rules (torch12.py)
+    return F.ctc_loss(x, torch.tensor([[1, 2]]), *lengths)
 
 
 _ONE: Dict[str, Tuple[Call, Tuple[int, ...]]] = {
     "nll_loss": (lambda x: F.nll_loss(x, _labels()), (2, 3)),
     "cross_entropy": (lambda x: F.cross_entropy(x, _labels()), (2, 3)),
-    "multilabel_margin_loss": (lambda x: F.multilabel_margin_loss(x, torch.tensor([0, 1, -1])), (3,)),
+    "multilabel_margin_loss": (
+        lambda x: F.multilabel_margin_loss(x, torch.tensor([0, 1, -1])),
+        (3,),
+    ),
     "ctc_loss": (_lengths, (3, 1, 4)),
     "softmax": (lambda x: F.softmax(x, 0), (3,)),
     "softmin": (lambda x: F.softmin(x, 0), (3,)),

@@ -21,7 +21,7 @@ SOME = (*FLOATS, "int64")
 VECTOR, SCALAR = (3,), ()
 
 
-class NotMade(Exception):
+class NotMadeError(Exception):
     """A tensor of this dtype can't be made by this torch."""
 
 
@@ -39,7 +39,7 @@ class Operand(NamedTuple):
         return "{}[{}]{}".format(self.dtype, sizes, " requiring grad" if self.requires_grad else "")
 
     def make(self) -> torch.Tensor:
-        """Make the tensor; a NotMade says that this torch can't."""
+        """Make the tensor; a NotMadeError says that this torch can't."""
         count = 1
         for size in self.shape:
             count *= size
@@ -53,7 +53,7 @@ class Operand(NamedTuple):
             tensor = tensor.reshape(self.shape).to(DTYPES[self.dtype])
             return tensor.requires_grad_() if self.requires_grad else tensor
         except (RuntimeError, TypeError) as error:
-            raise NotMade(str(error))
+            raise NotMadeError(str(error)) from error
 
 
 # Integers are made as integers: a float32 on the way would hide what the conversion does.
@@ -107,7 +107,7 @@ def numbered(rows: Iterator[Row]) -> List[Row]:
     for row in rows:
         name = str(row)
         if name in names:
-            raise ValueError("two rows are called {}".format(name))
+            raise ValueError(f"two rows are called {name}")
         names.add(name)
         found.append(row)
     return found

@@ -243,10 +243,10 @@ def _bench(chosen: argparse.Namespace) -> int:
 
 
 def _torch12(chosen: argparse.Namespace) -> int:
-    from syncbn_lab import torch12
+    from syncbn_lab import real_torch12
 
-    python = torch12.build(chosen.python)
-    print(f"{python}\n  The kit finds it; {torch12.VARIABLE}=PATH names another one instead.")
+    python = real_torch12.build(chosen.python)
+    print(f"{python}\n  The kit finds it; {real_torch12.VARIABLE}=PATH names another one instead.")
     if chosen.record:
         _record(python, Path(chosen.record))
     return 0

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from syncbn_lab import torch12
+from syncbn_lab import real_torch12
 from syncbn_lab.errors import InputError
 
 MINIMUM_PYTHON = (3, 11)
@@ -208,9 +208,9 @@ def _apex() -> Check:
 def _torch12() -> Check:
     name = "torch 1.2"
     try:
-        python = torch12.ready_python()
+        python = real_torch12.ready_python()
     except InputError as error:
-        return Check(name, str(error), "trap", f"Correct {torch12.VARIABLE}, or unset it.")
+        return Check(name, str(error), "trap", f"Correct {real_torch12.VARIABLE}, or unset it.")
     if python is None:
         cure = (
             "`make torch12` in the checkout makes one; without it the recorded answers are shown."

@@ -4,12 +4,22 @@ The recorder adds hooks and clones; it does no arithmetic and changes no dtype, 
 under any precision recipe and any dtype rules. The verdict reads its records.
 """
 
+import contextlib
 import inspect
 from typing import Any, Dict, List, Optional, Tuple
 
 import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
+
+# apex's O1 patches methods of torch.Tensor: its ``cpu`` casts to float32 on the way. An original
+# method kept from before does not help, because under a function mode torch looks a method up by
+# name again. The operators themselves are out of reach of any patch; before they could be called
+# so, methods that apex leaves alone have to do.
+_DETACH: Any = None
+_COPY: Any = None
+with contextlib.suppress(AttributeError, RuntimeError):
+    _DETACH, _COPY = torch.ops.aten.detach.default, torch.ops.aten._to_copy.default
 
 
 class LayerRecord:
@@ -188,11 +198,12 @@ def _before_forward(module: Any, hook: Any) -> Any:
 
 
 def copy(value: Optional[Tensor]) -> Any:
-    """A copy on the CPU, of the same dtype whatever apex has patched; None stays None.
-
-    apex's O1 patches ``Tensor.cpu``, which then casts to float32; it leaves ``to`` alone.
-    """
-    return None if value is None else value.detach().to("cpu", copy=True)
+    """A copy on the CPU, of the same dtype whatever apex has patched; None stays None."""
+    if value is None:
+        return None
+    if _COPY is None:
+        return value.detach().to("cpu", copy=True)
+    return _COPY(_DETACH(value), device="cpu")
 
 
 def _catch(record: LayerRecord, slot: str) -> Any:

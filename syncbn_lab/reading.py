@@ -40,7 +40,7 @@ def outcome(result: RunResult, case: Case | None) -> Sentence:
         same = result.recorded["match"] == VERBATIM
         parts.append(
             f"It rests on a recorded row: for {row} a real torch 1.2.0 on a CPU said "
-            f"{'exactly this, but for names' if same else _code(said)}."
+            f"{'exactly this' if same else _code(said)}."
         )
     if result.experiment.implementation == "torch" and result.experiment.world_size == 1:
         parts.append(

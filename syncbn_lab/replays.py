@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from syncbn_lab import elsewhere, torch12
+from syncbn_lab import elsewhere, real_torch12
 from syncbn_lab.errors import InputError
 from syncbn_lab.experiment import Experiment
 from syncbn_lab.implementations.apex import find_apex, require_apex, source_of
@@ -61,7 +61,7 @@ def run_recorded(experiment: Experiment) -> RunResult:
     """
     if reason := _not_applicable(experiment):
         return RunResult(experiment, "not applicable", reason, "not judged")
-    python = torch12.ready_python()
+    python = real_torch12.ready_python()
     if python is not None:
         return live(experiment, python)
     for replay in read_replays().results:
@@ -184,7 +184,7 @@ def compare_with(source: str) -> list[ComparedReplay]:
     """Compare our runs with the recorded replays, or with replays run now ("live")."""
     if source != "live":
         return compare()
-    python = torch12.require_python()
+    python = real_torch12.require_python()
     return compare(live(experiment, python) for experiment in replayed())
 
 

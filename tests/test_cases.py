@@ -10,13 +10,13 @@ from syncbn_lab.cases import (
     _load,
     cases,
     find_case,
-    folder,
     markdown_table,
-    match_message,
     reported_for,
 )
 from syncbn_lab.errors import InputError
 from syncbn_lab.experiment import Experiment
+from syncbn_lab.locations import data_folder
+from syncbn_lab.messages import match_message
 from syncbn_lab.policies import POLICIES
 
 # The public report, word for word (NVIDIA/apex, issue 481).
@@ -28,7 +28,7 @@ O2 = "expected device cuda:0 and dtype Float but got device cuda:0 and dtype Hal
 
 
 def test_every_file_is_a_case():
-    files = sorted(path.stem for path in folder().glob("*.yaml"))
+    files = sorted(path.stem for path in data_folder("reported").glob("*.yaml"))
     assert [case.case for case in cases()] == files
     assert len(files) >= 7
 

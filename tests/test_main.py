@@ -158,6 +158,7 @@ def test_a_run_in_text(capsys, runs):
     assert {name: text.strip() for name, text in told.items() if name != "seconds"} == {
         "message": runs["o2"].message,
         "source": "raised by our rule",
+        "rests on": "add(float16[3], float32[3]), for which torch 1.2.0 said the same",
         "phase": "forward",
         "place": "apex/parallel/sync_batchnorm.py line 109",
         "traceback line": "108",
@@ -173,7 +174,7 @@ def test_a_run_as_json(capsys):
     )
     assert (code, err) == (0, "")
     found = json.loads(out)
-    assert found["schema"] == 1
+    assert found["schema"] == 2
     assert found["outcome"] == "reproduced"
     assert found["case"] == "apex-481-o3-keep"
     experiment = found["experiment"]

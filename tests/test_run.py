@@ -332,7 +332,7 @@ def test_a_gpu_that_is_not_there() -> None:
     if machine()["cuda_available"]:
         pytest.skip("there is a GPU here")
     with pytest.raises(InputError, match=r"device is 'cuda', but torch .* allowed here is cpu"):
-        require_device("cuda")
+        require_device(Experiment(device="cuda"))
     result = _run(device="cuda")
     assert result.outcome == "not runnable here"
     assert "sees no GPU" in result.reason

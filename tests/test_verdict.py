@@ -1,6 +1,5 @@
 """The verdict on constructed records: one fault each, from a layer that is right otherwise."""
 
-import dataclasses
 import json
 
 import pytest
@@ -83,7 +82,7 @@ def judge_one(record):
 
 
 def changed(record, **fields):
-    return dataclasses.replace(record, **fields)
+    return LayerRecord(**{**vars(record), **fields})
 
 
 # ---------------------------------------------------------------- right

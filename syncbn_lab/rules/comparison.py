@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from ..torch12 import require_python
+from ..real_torch12 import require_python
 from .record import Record, ask_there, parse, read_record
 from .recorder.answers import NO_KERNEL, NOT_MADE, Answer, ask, rows
 from .torch12 import torch12_rules

@@ -4,6 +4,7 @@ A raw traceback names the first line of a statement; the place names the last on
 instruction, which is the number that Python 3.6 and 3.7 report.
 """
 
+import json
 import sys
 import textwrap
 import traceback
@@ -11,7 +12,8 @@ import traceback
 import pytest
 import torch
 
-from syncbn_lab.trace.place import current_line, end_line, place_of, statement_at
+from syncbn_lab.trace.frames import current_line, end_line, failing_frame
+from syncbn_lab.trace.place import place_in, statement_at
 
 
 @pytest.fixture
@@ -32,6 +34,12 @@ def failure(function, *arguments):
     with pytest.raises(Exception) as caught:  # noqa: PT011 - which error it is does not matter here
         function(*arguments)
     return caught.value
+
+
+def place_of(error, *arguments):
+    """The place, by way of the plain values that a child sends."""
+    frame = failing_frame(error, *arguments)
+    return None if frame is None else place_in(json.loads(json.dumps(frame)))
 
 
 def raw_line(error):

@@ -279,7 +279,10 @@ def _reduce(name: str, dtype: str) -> Call:
 
 def nodes() -> Iterator[Row]:
     """Built-in nodes: 0-dim operands, broadcasting, ``dtype=`` arguments, ``to``."""
-    shapes = ((VECTOR, SCALAR), (SCALAR, VECTOR), (SCALAR, SCALAR)) + (
+    shapes = (
+        (VECTOR, SCALAR),
+        (SCALAR, VECTOR),
+        (SCALAR, SCALAR),
         (VECTOR, VECTOR),
         ((2, 3), (3,)),
     )

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from syncbn_lab import torch12
+from syncbn_lab import real_torch12
 from syncbn_lab.__main__ import main
 from syncbn_lab.errors import InputError
-from syncbn_lab.torch12 import VARIABLE, build, find_interpreter, ready_python
+from syncbn_lab.real_torch12 import VARIABLE, build, find_interpreter, ready_python
 
 ROOT = Path(__file__).resolve().parents[1]
 GOOD = "CPython 3.7.16 x86_64 64-bit venv ensurepip"
@@ -51,8 +51,8 @@ def _calls(python: Path) -> list[str]:
 @pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Machine that has no interpreter but the test's: pyenv/, conda/, miniconda3/ and bin/."""
-    monkeypatch.setattr(torch12, "FOLDER", tmp_path / "torch-1.2")
-    monkeypatch.setattr(torch12, "_CONDAS", [tmp_path / "miniconda3"])
+    monkeypatch.setattr(real_torch12, "FOLDER", tmp_path / "torch-1.2")
+    monkeypatch.setattr(real_torch12, "_CONDAS", [tmp_path / "miniconda3"])
     monkeypatch.setattr(platform, "system", lambda: "Linux")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setenv("PYENV_ROOT", str(tmp_path / "pyenv"))
@@ -113,7 +113,7 @@ UNFIT = [
 
 
 def test_unfit_candidates_are_passed_over(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch12, "_PROBE_SECONDS", 0.5)
+    monkeypatch.setattr(real_torch12, "_PROBE_SECONDS", 0.5)
     for patch, (answer, _) in enumerate(UNFIT, start=10):
         _fake(bare / "pyenv" / "versions" / f"3.7.{patch}" / "bin" / "python", answer)
     broken = bare / "bin" / "python3.7"
@@ -132,7 +132,7 @@ def test_unfit_candidates_are_passed_over(bare: Path, monkeypatch: pytest.Monkey
 def test_an_explicit_one_is_refused_though_another_would_do(
     bare: Path, monkeypatch: pytest.MonkeyPatch, answer: str, fault: str
 ) -> None:
-    monkeypatch.setattr(torch12, "_PROBE_SECONDS", 0.5)
+    monkeypatch.setattr(real_torch12, "_PROBE_SECONDS", 0.5)
     _fake(bare / "bin" / "python3.7")
     given = _fake(bare / "given", answer)
     with pytest.raises(InputError) as caught:
@@ -183,7 +183,7 @@ def test_a_machine_without_wheels(
     _fake(bare / "bin" / "python3.7")
     with pytest.raises(InputError, match=f"alone, and this is {machine}; everything else works"):
         build()
-    assert not torch12.FOLDER.exists()
+    assert not real_torch12.FOLDER.exists()
 
 
 # ---- what is ready ----
@@ -191,15 +191,15 @@ def test_a_machine_without_wheels(
 
 def test_without_variable_and_stamp_nothing_is_ready(bare: Path) -> None:
     assert ready_python() is None
-    _fake(torch12.FOLDER / "bin" / "python")  # of a build that was cut off
+    _fake(real_torch12.FOLDER / "bin" / "python")  # of a build that was cut off
     assert ready_python() is None
 
 
 def test_a_stamp_without_its_interpreter_is_not_ready(bare: Path) -> None:
     """As when the pyenv version that it links to was removed."""
-    (torch12.FOLDER / "bin").mkdir(parents=True)
-    (torch12.FOLDER / torch12._STAMP).write_text("{}")
-    (torch12.FOLDER / "bin" / "python").symlink_to(bare / "gone")
+    (real_torch12.FOLDER / "bin").mkdir(parents=True)
+    (real_torch12.FOLDER / real_torch12._STAMP).write_text("{}")
+    (real_torch12.FOLDER / "bin" / "python").symlink_to(bare / "gone")
     assert ready_python() is None
 
 
@@ -235,24 +235,24 @@ def test_a_build_says_what_it_will_download_and_is_not_repeated(bare: Path) -> N
             assert not Path(f"{python}.calls").exists()  # said before anything is done
 
     made = build(say=say)
-    assert made == torch12.FOLDER / "bin" / "python" == ready_python()
+    assert made == real_torch12.FOLDER / "bin" / "python" == ready_python()
     assert "749 MB" in said[0]
-    assert str(torch12.FOLDER) in said[0]
+    assert str(real_torch12.FOLDER) in said[0]
     assert f"3.7.16 (PATH: {python})" in said[0]
     venv, torch, apex = _calls(python)
-    assert venv == f"-I -m venv {torch12.FOLDER}"
+    assert venv == f"-I -m venv {real_torch12.FOLDER}"
     assert "torch==1.2.0 numpy<1.20 tqdm<4.63" in torch
     assert torch.startswith("-I -m pip --disable-pip-version-check install ")
     requirements = ROOT / "requirements-apex.txt"
     assert apex.endswith(f"--no-deps --require-hashes --requirement {requirements}")
-    stamp = json.loads((torch12.FOLDER / torch12._STAMP).read_text())
+    stamp = json.loads((real_torch12.FOLDER / real_torch12._STAMP).read_text())
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", stamp.pop("date"))
     assert stamp == VERSIONS
 
     said.clear()
     assert build(say=said.append) == made
     assert said == [
-        f"{torch12.FOLDER} is there, with python 3.7.16, torch 1.2.0, numpy 1.19.5, apex 0.2."
+        f"{real_torch12.FOLDER} is there, with python 3.7.16, torch 1.2.0, numpy 1.19.5, apex 0.2."
     ]
     assert len(_calls(python)) == 3
 
@@ -262,15 +262,15 @@ def test_an_interrupted_build_is_begun_anew(bare: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         build(say=lambda _: None)
     assert ready_python() is None
-    (torch12.FOLDER / "lib").mkdir()
-    (torch12.FOLDER / "lib" / "half a file").touch()
+    (real_torch12.FOLDER / "lib").mkdir()
+    (real_torch12.FOLDER / "lib" / "half a file").touch()
 
     _fake(python)
     said: list[str] = []
     build(say=said.append)
-    assert said[0] == f"{torch12.FOLDER} is of a build that was not finished: beginning anew."
+    assert said[0] == f"{real_torch12.FOLDER} is of a build that was not finished: beginning anew."
     assert ready_python() is not None
-    assert not (torch12.FOLDER / "lib").exists()
+    assert not (real_torch12.FOLDER / "lib").exists()
 
 
 @pytest.mark.parametrize(
@@ -304,24 +304,24 @@ def test_what_was_installed_has_to_work(bare: Path) -> None:
 
 def test_a_foreign_folder_is_left_alone(bare: Path) -> None:
     _fake(bare / "bin" / "python3.7")
-    (torch12.FOLDER / "precious").mkdir(parents=True)
+    (real_torch12.FOLDER / "precious").mkdir(parents=True)
     with pytest.raises(InputError, match="is there, and not of this kit's making"):
         build(say=lambda _: None)
-    assert [path.name for path in torch12.FOLDER.iterdir()] == ["precious"]
+    assert [path.name for path in real_torch12.FOLDER.iterdir()] == ["precious"]
 
 
 def test_a_file_in_the_folder_s_place(bare: Path) -> None:
     _fake(bare / "bin" / "python3.7")
-    torch12.FOLDER.write_text("a file")
+    real_torch12.FOLDER.write_text("a file")
     with pytest.raises(InputError, match="can't be written: File exists"):
         build(say=lambda _: None)
-    assert torch12.FOLDER.read_text() == "a file"
+    assert real_torch12.FOLDER.read_text() == "a file"
 
 
 def test_two_builds_at_once(bare: Path) -> None:
     """The second is refused as long as the first one, or a pip that outlived it, writes."""
     _fake(bare / "bin" / "python3.7")
-    with torch12._own_folder(), pytest.raises(InputError, match="Another build is under way"):
+    with real_torch12._own_folder(), pytest.raises(InputError, match="Another build is under way"):
         build(say=lambda _: None)
     build(say=lambda _: None)
 
@@ -330,7 +330,7 @@ def test_a_full_disk_is_said_before_anything_is_downloaded(
     bare: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = _fake(bare / "bin" / "python3.7")
-    monkeypatch.setattr(torch12, "_FREE_GB", {"3.7": 1e9, "3.6": 1e9})
+    monkeypatch.setattr(real_torch12, "_FREE_GB", {"3.7": 1e9, "3.6": 1e9})
     with pytest.raises(InputError, match=r"torch 1\.2\.0 needs 1e\+09 GB free in "):
         build(say=lambda _: None)
     assert not Path(f"{python}.calls").exists()
@@ -341,7 +341,7 @@ def test_children_see_nothing_of_the_caller_s_paths(monkeypatch: pytest.MonkeyPa
     for name in hidden:
         monkeypatch.setenv(name, "/nowhere")
     code = "import json, os; print(json.dumps(dict(os.environ)))"
-    answer = torch12._child([sys.executable, "-c", code], capture_output=True)
+    answer = real_torch12._child([sys.executable, "-c", code], capture_output=True)
     seen = json.loads(answer.stdout)
     assert not set(hidden[:-1]) & set(seen)
     assert seen["PIP_CONSTRAINT"] == os.devnull  # goes before a configuration file
@@ -360,7 +360,7 @@ def test_the_variable_s_interpreter_is_examined_and_nothing_is_made(
     first, second, *_ = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{python}, which {VARIABLE} names, has python 3.7.16, torch 1.2.0")
     assert second == str(python)
-    assert not torch12.FOLDER.exists()
+    assert not real_torch12.FOLDER.exists()
 
     assert main(["torch12", "--python", str(python)]) == 1
     assert f"{VARIABLE} names {python}, so none is made" in capsys.readouterr().err
@@ -386,10 +386,10 @@ def test_the_command_line_refuses_in_one_line(
 
 
 def test_in_a_checkout_it_stands_beside_the_kit_s_own_and_git_ignores_it() -> None:
-    assert torch12.FOLDER.parent == ROOT
-    assert f"/{torch12.FOLDER.name}/" in (ROOT / ".gitignore").read_text().splitlines()
+    assert real_torch12.FOLDER.parent == ROOT
+    assert f"/{real_torch12.FOLDER.name}/" in (ROOT / ".gitignore").read_text().splitlines()
     assert (
-        torch12.FOLDER.name
+        real_torch12.FOLDER.name
         in re.findall(r"^\trm -rf (.*)", (ROOT / "Makefile").read_text(), re.M)[-1]
     )
 
@@ -398,7 +398,7 @@ def test_the_conda_file_names_the_same_packages() -> None:
     conda = yaml.safe_load((ROOT / "data" / "torch-1.2" / "environment.yml").read_text())
     *_, part = conda["dependencies"]
     apex = re.findall(r"^pytorch-extension\S+", (ROOT / "requirements-apex.txt").read_text(), re.M)
-    assert part == {"pip": [*torch12._PACKAGES, *apex]}
+    assert part == {"pip": [*real_torch12._PACKAGES, *apex]}
     assert "python=3.7" in conda["dependencies"]
 
 
@@ -413,6 +413,6 @@ def test_the_finished_environment_has_torch_1_2_and_apex() -> None:
         "import torch, apex.amp, apex.parallel.sync_batchnorm as s; "
         "print(torch.__version__, (torch.ones(2) + 1).tolist(), s.SyncBatchNorm.__name__)"
     )
-    answer = torch12._child([python, "-I", "-c", code], capture_output=True, timeout=120)
+    answer = real_torch12._child([python, "-I", "-c", code], capture_output=True, timeout=120)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout == "1.2.0 [2.0, 2.0] SyncBatchNorm\n"

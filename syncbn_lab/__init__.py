@@ -15,7 +15,7 @@ from syncbn_lab.cases import Case, cases, find_case
 from syncbn_lab.errors import InputError
 from syncbn_lab.experiment import Experiment
 from syncbn_lab.params import Parameters, choices, parameters
-from syncbn_lab.results import read_results, record, reproduction
+from syncbn_lab.results import comparison, read_results, record, reproduction
 from syncbn_lab.run import RunResult, run
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ __all__ = [
     "RunResult",
     "cases",
     "choices",
+    "comparison",
     "find_case",
     "oracle",
     "parameters",

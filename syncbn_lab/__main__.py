@@ -14,6 +14,7 @@ from syncbn_lab.errors import InputError
 from syncbn_lab.experiment import DEVICES, DTYPE_PAIRS, INPUTS, MODELS, RULES, Experiment
 from syncbn_lab.implementations import IMPLEMENTATIONS
 from syncbn_lab.implementations.revisions import REVISION_NAMES
+from syncbn_lab.messages import VERBATIM
 from syncbn_lab.policies import POLICIES
 
 
@@ -203,7 +204,7 @@ def _evidence(recorded: dict[str, str] | None) -> str | None:
     """The recorded row behind a message of our rules, in a line."""
     if recorded is None:
         return None
-    said = "the same" if recorded["match"] == "verbatim" else recorded["message"]
+    said = "the same" if recorded["match"] == VERBATIM else recorded["message"]
     return f"{recorded['row']}, for which torch 1.2.0 said {said}"
 
 

@@ -81,7 +81,7 @@ def hand_over(python: str, work: Any, apex: str, rank: int, folder: str) -> None
         json.dump(fields, file)
     command = [python, os.path.abspath(__file__), "rank", folder, str(rank)]
     try:
-        os.execve(shutil.which(python) or python, command, environment())
+        os.execve(python, command, environment())
     except OSError as error:
         raise InputError(f"{python} can't be run: {error.strerror}.") from error
 

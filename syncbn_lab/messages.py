@@ -20,6 +20,7 @@ SCALAR_TYPES = {
 }
 """What torch's messages call each dtype."""
 VERBATIM, DEVICE, PAIR, NO = "verbatim", "but for the device", "but for the dtype pair", "no"
+NAME = "but for the name"
 
 
 def match_message(reported: str | None, seen: str | None) -> str:

@@ -37,10 +37,9 @@ def outcome(result: RunResult, case: Case | None) -> Sentence:
         parts.append(f"Message ({result.source}): {_code(result.message)}.")
     if result.recorded:
         row, said = _code(result.recorded["row"]), result.recorded["message"]
-        same = result.recorded["match"] == VERBATIM
+        said = "exactly this" if result.recorded["match"] == VERBATIM else _code(said)
         parts.append(
-            f"It rests on a recorded row: for {row} a real torch 1.2.0 on a CPU said "
-            f"{'exactly this' if same else _code(said)}."
+            f"It rests on a recorded row: for {row} a real torch 1.2.0 on a CPU said {said}."
         )
     if result.experiment.implementation == "torch" and result.experiment.world_size == 1:
         parts.append(
@@ -219,7 +218,8 @@ def replays(compared: Sequence[ComparedReplay]) -> Sentence:
         "message, phase, place and every dtype.** "
     )
     if known:
-        text += f"{known} differ in the message alone, for a known reason. "
+        reasons = ", ".join(sorted({one.reason for one in compared if one.reason}))
+        text += f"{known} differ in the message alone: {reasons}. "
     text += f"**{rest} differ for no known reason.** " if rest else ""
     judged = [one for one in compared if one.replay.verdict != one.ours.verdict]
     if judged:
@@ -229,6 +229,28 @@ def replays(compared: Sequence[ComparedReplay]) -> Sentence:
             f"one value after the other{f' ({worst[0]})' if worst else ''}."
         )
     return Sentence(text.rstrip())
+
+
+def compared(results: Mapping[str, Any]) -> Sentence:
+    """Sum up the comparison with a real torch 1.2: at most five sentences."""
+    provenance = results["provenance"]
+    lines = [
+        f"**{results['agree']} of {results['comparable']} comparable rows agree with a real torch "
+        f"{provenance['torch']} letter for letter; {results['differ_for_known_reason']} differ for "
+        f"a known reason, {len(results['differ_unexplained'])} for none.**",
+        f"**{results['replays_agree']} of {results['replays']} replays agree in outcome, message, "
+        f"place and every dtype; {len(results['replays_unexplained'])} differ for no known "
+        "reason.**",
+    ]
+    if results["reproduced"]:
+        cases = ", ".join(f"`{case}`" for case in results["reproduced"])
+        lines.append(f"In the real torch 1.2, with the shifted pair, these happen: {cases}.")
+    for name in ("differ_unexplained", "replays_unexplained"):
+        if results[name]:
+            lines.append(f"Without a reason: {', '.join(map(_code, results[name][:5]))}.")
+    source = "asked now" if results["torch12"] == "live" else f"recorded on {provenance['date']}"
+    lines.append(f"torch 1.2's answers were {source}; ours are of torch {results['torch']}.")
+    return Sentence("\n".join(f"- {line}" for line in lines))
 
 
 def recorded_in(provenance: Mapping[str, str]) -> Sentence:

@@ -19,7 +19,6 @@ from syncbn_lab.errors import InputError
 from syncbn_lab.experiment import Experiment
 from syncbn_lab.implementations.apex import find_apex, require_apex, source_of
 from syncbn_lab.locations import data_folder
-from syncbn_lab.rules.comparison import known_reason
 from syncbn_lab.run import RunResult, result_from_dict, run
 
 RECORDED = "recorded"
@@ -167,6 +166,8 @@ def compare(replays: Iterable[RunResult] | None = None) -> list[ComparedReplay]:
     apex's own files (torch's have other lines today). Values are not compared: each torch sums
     in an order of its own, and each result has its verdict.
     """
+    from syncbn_lab.rules.comparison import known_reason  # needs torch, and the rest does not
+
     found = []
     for replay in read_replays().results if replays is None else replays:
         ours = run(as_ours(replay.experiment))
@@ -191,7 +192,7 @@ def compare_with(source: str) -> list[ComparedReplay]:
 def _stored(result: RunResult) -> dict[str, Any]:
     fields = {k: v for k, v in result.to_dict().items() if k not in _LEFT_OUT}
     environment = dict(fields["environment"])
-    environment.pop("interpreter")
+    environment.pop("interpreter", None)
     environment["apex"] = {k: v for k, v in environment["apex"].items() if k != "location"}
     fields["environment"] = environment
     if fields["place"]:
@@ -237,23 +238,25 @@ def _shown(replay: RunResult, experiment: Experiment) -> RunResult:
         f"{provenance['torch']}; no real torch 1.2 is here (`make torch12`).",
         "source": RECORDED if replay.message else None,
     }
-    if replay.place and replay.place["file"] == "apex/parallel/sync_batchnorm.py":
-        changes |= _with_source(replay, experiment)
+    if replay.place:
+        changes |= _with_source(replay.place, experiment)
     return dataclasses.replace(replay, **changes)
 
 
-def _with_source(replay: RunResult, experiment: Experiment) -> dict[str, Any]:
+def _with_source(place: dict[str, Any], experiment: Experiment) -> dict[str, Any]:
     """The statement's text, from the apex that is here: the record holds none of its code."""
-    assert replay.place is not None
     try:
-        found = source_of(experiment.revision)
-        text = found[1] if found else _installed_source()
+        info = require_apex()
+        folder = Path(info.location or "") / "parallel"
+        if place["file"] == "apex/parallel/sync_batchnorm.py":
+            rebuilt = source_of(experiment.revision)
+            text = rebuilt[1] if rebuilt else (folder / "sync_batchnorm.py").read_text()
+        elif place["file"] == "apex/parallel/sync_batchnorm_kernel.py" and info.kernel_known:
+            text = (folder / "sync_batchnorm_kernel.py").read_text()
+        else:
+            return {}
     except InputError:
         return {}
-    first, last = replay.place["statement_lines"]
+    first, last = place["statement_lines"]
     statement = "\n".join(text.splitlines()[first - 1 : last])
-    return {"source_text": text, "place": {**replay.place, "statement": statement}}
-
-
-def _installed_source() -> str:
-    return (Path(require_apex().location or "") / "parallel" / "sync_batchnorm.py").read_text()
+    return {"source_text": text, "place": {**place, "statement": statement}}

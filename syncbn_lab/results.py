@@ -8,12 +8,18 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from syncbn_lab.errors import InputError
 from syncbn_lab.params import Parameters
 from syncbn_lab.run import RunResult
+
+if TYPE_CHECKING:
+    from syncbn_lab.replays import ComparedReplay
+    from syncbn_lab.rules.comparison import Compared
+    from syncbn_lab.rules.record import Record
 
 MEDIA_TYPE = "application/vnd.syncbn-lab.results+json"
 _NARROWEST = 20
@@ -82,6 +88,37 @@ def reproduction(
         "python": environment.get("python"),
         "input": environment.get("input"),
         "stand_ins": environment.get("stand_ins"),
+    }
+
+
+def comparison(
+    torch12: str, record: Record, compared: Sequence[Compared], replays: Sequence[ComparedReplay]
+) -> dict[str, Any]:
+    """What rules.ipynb showed, as one flat table of plain values.
+
+    ``torch12`` is "recorded" or "live": where torch 1.2's answers come from.
+    """
+    differ = [one for one in compared if one.agreement == "differs"]
+    comparable = sum(one.agreement != "not comparable" for one in compared)
+    return {
+        "torch12": torch12,
+        "provenance": record.provenance,
+        "rows": len(compared),
+        "comparable": comparable,
+        "agree": comparable - len(differ),
+        "differ_for_known_reason": sum(one.reason is not None for one in differ),
+        "differ_unexplained": [one.recorded.row for one in differ if one.reason is None],
+        "replays": len(replays),
+        "replays_agree": sum(one.agrees for one in replays),
+        "replays_unexplained": [
+            one.replay.experiment.describe()
+            for one in replays
+            if not one.agrees and one.reason is None
+        ],
+        "reproduced": sorted(
+            {one.replay.case or "" for one in replays if one.replay.outcome == "reproduced"}
+        ),
+        "torch": replays[0].ours.environment.get("torch") if replays else None,
     }
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -146,21 +147,25 @@ def run(experiment: Experiment) -> RunResult:
         from syncbn_lab import replays
 
         return replays.run_recorded(experiment)
+    request = experiment.to_dict()
     if experiment.python is not None:
-        require_interpreter(experiment.python)
+        # The warm parent may have been started with another PATH.
+        request["python"] = require_interpreter(experiment.python)
     if experiment.needs_apex and (experiment.python is None or experiment.revision != "installed"):
         require_apex()
-    reply = warm_parent().ask({"experiment": experiment.to_dict()})
+    reply = warm_parent().ask({"experiment": request})
     return _interpret(experiment, reply)
 
 
-def require_interpreter(python: str) -> None:
-    """Refuse an interpreter that is not there, in one sentence, before any experiment starts."""
-    if shutil.which(python) is None:
+def require_interpreter(python: str) -> str:
+    """The whole path of an interpreter; one that is not there is an InputError."""
+    found = shutil.which(python)
+    if found is None:
         raise InputError(
             f"python is {python!r}, which is no executable; allowed is the path of an interpreter, "
             "or of a script that starts one, or its name on PATH."
         )
+    return os.path.abspath(found)
 
 
 def machine() -> dict[str, Any]:

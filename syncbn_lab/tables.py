@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -220,32 +221,57 @@ def rule_rows(compared: Sequence[Compared], *names: str) -> Table:
 
 
 def replays(compared: Sequence[ComparedReplay]) -> Table:
-    """Replays in a real torch 1.2 beside our runs, a row each."""
-    rows = []
+    """Replays in a real torch 1.2 beside our runs: a row a revision and configuration."""
+    groups: dict[tuple[str, str], list[ComparedReplay]] = {}
     for one in compared:
-        replay, experiment = one.replay, one.replay.experiment
-        place = f", {replay.file}:{replay.line}" if replay.file else ""
+        experiment = one.replay.experiment
+        key = experiment.revision, experiment.configuration
+        groups.setdefault(key, []).append(one)
+    rows = []
+    for (revision, configuration), group in groups.items():
+        models = [(one.replay.experiment.model, one) for one in group]
         rows.append(
             {
-                "model": experiment.model,
-                "revision": experiment.revision,
-                "configuration": experiment.configuration,
-                "torch 1.2": replay.message or f"completed, {replay.verdict}",
-                "place": f"{replay.phase}{place}" if replay.phase else "–",
-                "we": "agree"
-                if one.agrees
-                else "; ".join(f"{name}: {ours}" for name, (_, ours) in one.differences.items()),
-                "why not": one.reason or ("–" if one.agrees else "not known"),
+                "revision": revision,
+                "configuration": configuration,
+                "torch 1.2": _by_model((m, _ended(one.replay)) for m, one in models),
+                "place": _by_model((m, _placed(one.replay)) for m, one in models),
+                "we": _by_model((m, _agreement(one)) for m, one in models),
             }
         )
-    return Table(rows).set_index(["model", "revision", "configuration"])
+    return Table(rows).set_index(["revision", "configuration"])
+
+
+def _by_model(said: Iterable[tuple[str, str]]) -> str:
+    """What holds for every model, said once; else each model's."""
+    by_model = dict(said)
+    if len(set(by_model.values())) == 1:
+        return next(iter(by_model.values()))
+    return "; ".join(f"{model}: {text}" for model, text in by_model.items())
+
+
+def _ended(result: RunResult) -> str:
+    return result.message or f"{result.outcome}, {result.verdict}"
+
+
+def _placed(result: RunResult) -> str:
+    if not result.file:
+        return result.phase or "–"
+    return f"{result.phase}, {_name(result.file)}:{result.line}"
+
+
+def _agreement(one: ComparedReplay) -> str:
+    if one.agrees:
+        return "agree"
+    how = "; ".join(f"{name}: {ours}" for name, (_, ours) in one.differences.items())
+    return f"{'' if one.reason else 'NOT KNOWN why: '}{how}"
 
 
 def _said(answer: Answer) -> str:
     """A torch's answer to a row in words."""
     if answer.outcome == "result":
         return f"result {answer.result_dtype}"
-    return f"{answer.error_type}: {answer.message}"
+    return f"{answer.error_type}: {textwrap.shorten(answer.message, 160, placeholder=' …')}"
 
 
 class SourceView:

@@ -10,6 +10,7 @@ import pytest
 
 import syncbn_lab as lab
 from syncbn_lab import run as _run
+from syncbn_lab.real_torch12 import ready_python
 
 pytest_plugins = ("gpu_record",)
 
@@ -33,6 +34,14 @@ RUNS = {
     "timed_out": {"opt_level": "O2", "time_limit": 0.01},
 }
 """The toy is the smallest model that shows all of them."""
+
+
+def pytest_report_header():
+    """Say whether a real torch 1.2 is asked, or its record alone."""
+    python = ready_python()
+    if python is None:
+        return "torch 1.2: none here (`make torch12`), tested against the record alone"
+    return f"torch 1.2: live, in {python}, and against the record"
 
 
 @pytest.fixture(scope="session")

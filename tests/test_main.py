@@ -78,7 +78,7 @@ def test_the_module_runs_as_a_command():
 def test_help_lists_every_command_and_every_field(capsys):
     code, out, _ = command(capsys, "--help")
     assert code == 0
-    for name in ("doctor", "cases", "run", "results", "writeup"):
+    for name in ("doctor", "cases", "run", "results", "writeup", "bench", "torch12"):
         assert name in out
     code, out, _ = command(capsys, "run", "--help")
     assert code == 0

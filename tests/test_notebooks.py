@@ -16,11 +16,19 @@ import nbformat
 import pytest
 
 from syncbn_lab.params import DEFAULTS
+from syncbn_lab.real_torch12 import ready_python
 from syncbn_lab.results import MEDIA_TYPE, read_results
 
 pytestmark = pytest.mark.notebook
 ROOT = Path(__file__).resolve().parents[1]
 REPRO = ROOT / "notebooks" / "repro.ipynb"
+RULES = ROOT / "notebooks" / "rules.ipynb"
+RULES_RUNS = {
+    "rules": [],
+    "one rule": ["-p", "rule", "gradient"],
+    "no such rule": ["-p", "rule", "gradients"],
+    "no such parameter": ["-p", "operation", "add"],
+}
 LINE_109 = "expected device cpu and dtype Float but got device cpu and dtype Half"
 GRADIENT = (
     "Function SyncBatchnormFunctionBackward returned an invalid gradient at index 0 - expected "
@@ -42,6 +50,8 @@ GOOD = {
         *("-p", "rules", "installed", "-p", "model", "toy"),
     ],
 }
+# A real torch 1.2, live or as recorded, in repro.ipynb; and the comparison with it.
+RECORDED = ["-p", "rules", "recorded", "-p", "opt_level", "O2"]
 NAMES = ", ".join(DEFAULTS)
 # Parameters, and the sentence that the output must end in.
 BAD = {
@@ -67,9 +77,15 @@ BAD = {
 }
 
 
-def _papermill(folder: Path, name: str, arguments: list[str], python: str = sys.executable):
+def _papermill(
+    folder: Path,
+    name: str,
+    arguments: list[str],
+    python: str = sys.executable,
+    notebook: Path = REPRO,
+):
     out = folder / f"{re.sub('[^a-zA-Z0-9]+', '-', name)}.ipynb"
-    command = [python, "-m", "papermill", "--no-progress-bar", str(REPRO), str(out), *arguments]
+    command = [python, "-m", "papermill", "--no-progress-bar", str(notebook), str(out), *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=_environment(), timeout=300
     )
@@ -131,6 +147,9 @@ def started(tmp_path_factory: pytest.TempPathFactory):
             name: pool.submit(_papermill, folder, name, arguments)
             for name, (arguments, _) in BAD.items()
         }
+        runs["recorded"] = pool.submit(_papermill, folder, "recorded", RECORDED)
+        for name, arguments in RULES_RUNS.items():
+            runs[name] = pool.submit(_papermill, folder, name, arguments, notebook=RULES)
         runs["no apex"] = pool.submit(without_apex, "no-apex", False)
         runs["the wrong apex"] = pool.submit(without_apex, "wrong-apex", True)
         yield runs
@@ -212,6 +231,43 @@ def test_apexs_own_repairs(recorded) -> None:
     fixed = recorded("return-fixed, today")
     assert (fixed["outcome"], fixed["message"]) == ("different error", NEXT_CONV)
     assert fixed["source"].startswith("raised by torch 2.")
+
+
+def test_a_real_torch_1_2_in_repro(recorded) -> None:
+    results = recorded("recorded")
+    assert (results["outcome"], results["line"]) == ("reproduced", 109)
+    assert results["message"] == LINE_109.replace("Float", "Double").replace("Half", "Float")
+    assert results["messages_match"] == "but for the dtype pair"
+    live = ready_python() is not None
+    assert results["source"] == ("raised by torch 1.2.0" if live else "recorded")
+    assert results["torch"] == "1.2.0"
+    assert results["today"]["message"] == NEXT_CONV
+    assert results["control"]["outcome"] == "not applicable"
+
+
+def test_the_rules_against_a_real_torch_1_2(recorded) -> None:
+    results = recorded("rules")
+    assert results["provenance"]["torch"] == "1.2.0"
+    assert results["agree"] > 8000
+    assert results["comparable"] == results["agree"] + results["differ_for_known_reason"]
+    assert results["differ_unexplained"] == results["replays_unexplained"] == []
+    assert (results["replays"], results["replays_agree"]) == (36, 32)
+    assert results["reproduced"] == ["apex-481-o1", "apex-481-o2", "apex-481-o3-keep"]
+    assert 0 < recorded("one rule")["rows"] < results["rows"]
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("no such rule", "rule is 'gradients'; allowed are all, elementwise, "),
+        ("no such parameter", "operation is no parameter .* its parameters are rule, torch12"),
+    ],
+)
+def test_the_rules_notebook_refuses_what_it_does_not_know(started, name: str, sentence: str):
+    done, _ = started[name].result()
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert re.search(f"^InputError: {sentence}", last), last
 
 
 @pytest.mark.parametrize("name", GOOD)

@@ -216,8 +216,9 @@ def test_an_ordinary_install_without_dependencies_works_beside_torch_alone(tmp_p
     site, beside = tmp_path / "site", tmp_path / "beside"
     install = ["install", "-qq", "--no-deps", "--no-compile", "--target", str(site), str(ROOT)]
     subprocess.run([sys.executable, "-m", "pip", *install], check=True)
-    stored = {path.name for path in (ROOT / "data" / "reported").iterdir()}
-    assert {path.name for path in (site / "syncbn_lab/data/reported").iterdir()} == stored
+    for folder in ("reported", "torch-1.2"):
+        stored = {path.name for path in (ROOT / "data" / folder).iterdir()}
+        assert {path.name for path in (site / "syncbn_lab/data" / folder).iterdir()} == stored
 
     beside.mkdir()
     for name in _with_dependencies("torch"):

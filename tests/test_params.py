@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import syncbn_lab as lab
 from syncbn_lab import params
 from syncbn_lab.cases import cases
 from syncbn_lab.errors import InputError
@@ -253,6 +254,11 @@ for source in json.loads(sys.argv[1]):
     result, said = run(source)
     assert result.success, said
     names = run("injected_names()")[0].result
+    if "word" in names:
+        chosen, text = run("lab.choices(word=['one', 'two'], other=['three'])")
+        given = text if chosen.error_in_exec else vars(chosen.result)
+        replies.append([names, type(chosen.error_in_exec).__name__, given])
+        continue
     checked, text = run("lab.parameters({**DEFAULTS, **globals()})")
     replies.append([names, type(checked.error_in_exec).__name__, text])
 print(json.dumps(replies))
@@ -263,6 +269,9 @@ CELLS = [
     ('# Parameters\noptlevel = "O3"\n', ["optlevel"]),  # a typing error
     ('# Parameters\nopt_level = "O7"\nseed = 2\n', ["opt_level", "seed"]),  # corrected, run again
     ('# Parameters\nopt_level: str = "O1"\nseed: int = 1.5\n', ["opt_level", "seed"]),
+    ('# Parameters\nword = "two"\n', ["word"]),  # of a notebook whose parameters are words
+    ('# Parameters\nword = "six"\n', ["word"]),
+    ('# Parameters\nword = "two"\nname = "x"\n', ["word", "name"]),
     ("# Parameters\nIn = 5\n", ["In"]),  # takes IPython's own list of inputs away
     ("# Parameters\nget_ipython = 5\n", ["get_ipython"]),  # and its way to the shell
 ]
@@ -290,8 +299,10 @@ def test_injected_names_are_those_of_the_latest_injected_cell(replies):
         (2, f"optlevel is no parameter of this notebook; its parameters are {NAMES}."),
         (3, "opt_level is 'O7'; allowed are O0, O1, O2, O3, autocast-fp16, "),
         (4, "seed is 1.5; allowed is a whole number from 0 to 9223372036854775807."),
-        (5, f"In is no parameter of this notebook; its parameters are {NAMES}."),
-        (6, f"get_ipython is no parameter of this notebook; its parameters are {NAMES}."),
+        (6, "word is 'six'; allowed are one, two."),
+        (7, "name is no parameter of this notebook; its parameters are word, other."),
+        (8, f"In is no parameter of this notebook; its parameters are {NAMES}."),
+        (9, f"get_ipython is no parameter of this notebook; its parameters are {NAMES}."),
     ],
 )
 def test_a_wrong_parameter_ends_in_one_sentence_without_a_traceback(replies, cell, said):
@@ -299,6 +310,14 @@ def test_a_wrong_parameter_ends_in_one_sentence_without_a_traceback(replies, cel
     assert kind == "InputError"
     assert text.strip().startswith(f"InputError: {said}")
     assert "\n" not in text.strip()
+
+
+def test_words_are_chosen_among_those_allowed(replies):
+    assert replies[5][1:] == ["NoneType", {"word": "two", "other": "three"}]
+
+
+def test_outside_a_notebook_the_first_words_are_chosen():
+    assert vars(lab.choices(word=["one", "two"])) == {"word": "one"}
 
 
 # ---------------------------------------------------------------- the notebook agrees

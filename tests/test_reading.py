@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 
 import syncbn_lab as lab
-from syncbn_lab import reading
+from syncbn_lab import reading, replays
 from syncbn_lab.cases import find_case
 from syncbn_lab.params import choose
+from syncbn_lab.rules import comparison
 
 O2 = find_case("apex-481-o2")
 LINE_109 = "expected device cpu and dtype Float but got device cpu and dtype Half"
@@ -255,3 +256,57 @@ def test_what_was_run_on_a_real_torch12_is_said_in_one_box():
     assert text.startswith("> ")
     assert "\n" not in text
     assert "never run on a real torch 1.2" in text
+
+
+# ---------------------------------------------------------------- a real torch 1.2
+
+
+def test_the_comparison_of_rules():
+    kept, rows = comparison.compare_with("recorded", "pow")
+    text = reading.rules(rows, kept)
+    assert text.startswith("**132 of 180 comparable rows agree with torch 1.2.0, in outcome and")
+    assert "48 differ, each for a known reason" in text
+    lost = [dataclasses.replace(one, reason=None) for one in rows]
+    assert "**48 of them for no known reason: `__ipow__(" in reading.rules(lost, kept)
+
+
+def test_the_comparison_of_replays():
+    kept = replays.read_replays().results
+    same = [replays.ComparedReplay(r, r, {}, None) for r in kept]
+    assert reading.replays(same) == (
+        "**36 of 36 replays agree with our run of the same experiment: outcome, message, phase, "
+        "place and every dtype.**"
+    )
+    other = [
+        replays.ComparedReplay(kept[0], dataclasses.replace(kept[0], verdict="wrong"), {}, None),
+        replays.ComparedReplay(kept[1], kept[1], {"message": ("a", "b")}, "a known one"),
+        replays.ComparedReplay(kept[2], kept[2], {"line": (1, 2)}, None),
+    ]
+    text = reading.replays(other)
+    assert "1 differ in the message alone: a known one." in text
+    assert "**1 differ for no known reason.**" in text
+    assert "In 1 the verdict on the values is another one" in text
+
+
+def test_the_sum_of_both():
+    kept, rows = comparison.compare_with("recorded", "cat")
+    same = [replays.ComparedReplay(r, r, {}, None) for r in replays.read_replays().results[:3]]
+    results = lab.comparison("recorded", kept, rows, same)
+    text = reading.compared(results)
+    assert "**178 of 178 comparable rows agree with a real torch 1.2.0 letter for letter;" in text
+    assert "`apex-481-o1`, `apex-481-o2`, `apex-481-o3-keep`" in text
+    assert f"were recorded on {kept.provenance['date']}" in text
+    lost = reading.compared({**results, "differ_unexplained": ["cat(a)"], "torch12": "live"})
+    assert "Without a reason: `cat(a)`." in lost
+    assert "were asked now" in lost
+
+
+def test_where_a_record_comes_from():
+    text = reading.recorded_in(replays.read_replays().provenance)
+    assert "in torch 1.2.0 (git 8554416a19), CPython 3." in text
+
+
+def test_the_evidence_of_a_message(runs):
+    assert "said `Function GivenBackward returned an invalid gradient" in reading.outcome(
+        runs["o1"], runs["o1"].case and lab.find_case(runs["o1"].case)
+    )

@@ -7,8 +7,9 @@ from html.parser import HTMLParser
 
 import pytest
 
-from syncbn_lab import tables
+from syncbn_lab import replays, tables
 from syncbn_lab.cases import cases, find_case
+from syncbn_lab.rules import comparison
 
 HOSTILE = "<script>alert('x')</script> & \"<b>\""
 
@@ -192,3 +193,58 @@ def test_a_hostile_source_is_escaped(runs):
         runs["o2"], source_text=runs["o2"].source_text.replace("self.running_mean", "<script>")
     )
     assert "script" not in _Cells(tables.source(source)._repr_html_()).tags
+
+
+# ---------------------------------------------------------------- a real torch 1.2
+
+
+@pytest.fixture(scope="module")
+def compared():
+    return comparison.compare(rule="pow") + comparison.compare(rule="cat")
+
+
+def _unexplained(compared):
+    """The first row that agrees, as if it did not."""
+    one = next(one for one in compared if one.agreement == comparison.AGREES)
+    ours = one.ours._replace(message="else", outcome="error", error_type="RuntimeError")
+    return dataclasses.replace(one, ours=ours, agreement=comparison.DIFFERS)
+
+
+def test_rules_are_counted(compared):
+    table = tables.rules([*compared, _unexplained(compared)])
+    assert list(table.index) == ["cat", "pow", "all"]
+    total = table.loc["all"]
+    assert total["rows"] == len(compared) + 1
+    assert total["rows"] == total.drop("rows").sum()
+    assert total["differ, reason not known"] == 1
+    assert table.loc["pow", "differ, reason known"] == 48
+
+
+def test_differences_show_the_unexplained_first(compared):
+    table = tables.rule_differences([*compared, _unexplained(compared)])
+    assert list(table.index) == ["NOT KNOWN", "torch 1.2 had no such operator, whatever the dtypes"]
+    assert list(table["rows"]) == [1, 48]
+    assert table.iloc[0]["we say"] == "RuntimeError: else"
+    assert table.iloc[1]["torch 1.2 said"] == "RuntimeError: in-place pow not implemented"
+    assert (
+        len(tables.rule_differences([one for one in compared if one.recorded.rule == "cat"])) == 0
+    )
+
+
+def test_rows_by_name(compared):
+    table = tables.rule_rows(compared, "cat(float16[3], float32[3])", "no such row")
+    ((said, ours),) = table.to_numpy().tolist()
+    assert said.startswith("RuntimeError: Expected object of scalar type Half but got scalar type")
+    assert ours == "the same"
+
+
+def test_replays_are_one_row_for_both_models():
+    kept = [r for r in replays.read_replays().results if r.experiment.opt_level == "O2"]
+    reported = [r for r in kept if r.experiment.revision == "reported"]
+    same = [replays.ComparedReplay(r, r, {}, None) for r in reported]
+    table = tables.replays(same)
+    assert list(table["we"]) == ["agree", "agree"]
+    assert list(table["place"]) == ["forward, sync_batchnorm.py:109", "–"]
+    assert table["torch 1.2"].iloc[1].startswith("encoder: completed, degraded; toy: completed")
+    wrong = replays.ComparedReplay(reported[0], reported[0], {"line": (109, 7)}, None)
+    assert tables.replays([wrong])["we"].iloc[0] == "NOT KNOWN why: line: 7"

@@ -15,7 +15,7 @@ from pathlib import Path
 from .. import elsewhere
 from ..errors import InputError
 from ..locations import data_folder
-from ..messages import PAIR, VERBATIM, dtype_order, without_device, without_dtypes
+from ..messages import NAME, PAIR, VERBATIM, dtype_order, without_device, without_dtypes
 from .recorder.answers import COLUMNS, ERROR, NO_KERNEL, Answer
 
 
@@ -37,13 +37,17 @@ class Evidence:
     message: str
     """What torch 1.2.0 said there, on a CPU."""
     match: str
-    """`verbatim` (but for the device, which was a CPU), or `but for the dtype pair`."""
+    """`verbatim` (but for the device, which was a CPU), `but for the name` of a Function, node or
+    hook, or `but for the dtype pair`."""
 
     def sentence(self) -> str:
         """Say it in one line."""
-        if self.match == VERBATIM:
-            return f"a real torch 1.2.0 on a CPU said exactly this for {self.row}"
-        return f"a real torch 1.2.0 on a CPU said it with other dtypes for {self.row}"
+        how = {
+            VERBATIM: "exactly this",
+            NAME: "the same of another name",
+            PAIR: "it with other dtypes",
+        }
+        return f"a real torch 1.2.0 on a CPU said {how[self.match]} for {self.row}"
 
 
 @functools.cache
@@ -99,7 +103,8 @@ def evidence_for(rule: str, message: str) -> Evidence | None:
     text = _blank_names(without_device(message))
     if (rule, text) in same:
         answer = same[rule, text]
-        return Evidence(answer.row, answer.message, VERBATIM)
+        exact = without_device(answer.message) == without_device(message)
+        return Evidence(answer.row, answer.message, VERBATIM if exact else NAME)
     other = shifted.get((rule, without_dtypes(text), tuple(dtype_order(text))))
     return None if other is None else Evidence(other.row, other.message, PAIR)
 

@@ -1,4 +1,4 @@
-"""The command line: ``python -m syncbn_lab doctor | cases | run | results | writeup | bench``."""
+"""The command line: ``python -m syncbn_lab doctor | cases | run | results | writeup | …``."""
 
 from __future__ import annotations
 

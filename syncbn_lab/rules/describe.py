@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_SEEN = "seen on torch 1.2.0 CPU with float, double"
+_SEEN = "recorded in torch 1.2.0 on a CPU (data/torch-1.2/rules.csv)"
 _REPORT = "report's own text"
 _DOCUMENTED = "torch 1.2 documentation"
 _MODE = "dispatch mode"

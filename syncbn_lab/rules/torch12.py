@@ -23,8 +23,8 @@ What is not reached:
 - values: where torch 1.2 computed another number with the same dtype, today's number stays;
 - when shape and dtype are both wrong in place, torch 1.2 spoke of the shape, here the dtype;
 - a few things that today's torch refuses or allows for other reasons: ``x - True``, ``addcdiv``
-  of integers, ``scatter_`` with a 0-dim source, integer convolutions, int32 indices, ``kl_div``
-  of a 0-dim tensor with one of another dtype, triangular solves, ``out=`` of a comparison;
+  of integers, ``scatter_`` with a 0-dim source, integer convolutions, int32 in square brackets,
+  ``kl_div`` of integers, triangular solves, ``out=`` of a comparison;
 - gradient clipping and the gradient scaler are today's own code and not judged: torch 1.2
   clipped mixed models, with norms that were Python numbers;
 - convolutions with a bias, prelu and ``.grad = …`` inside a hook that backward calls keep
@@ -34,9 +34,12 @@ What is not reached:
   and ``quantile`` are refused, though torch 1.2 took the one and did not have the other;
 - code compiled by ``torch.compile``.
 
-Half on CUDA was never run on a real torch 1.2 here: what was recorded is the pair (float,
-double) on a CPU; half is that rule applied, confirmed by the report's own text. bfloat16
-hardly existed in torch 1.2 (storage, few operations); it is given half's rules.
+``data/torch-1.2/rules.csv`` is what a real torch 1.2.0 on a CPU answered; ``comparison.py``
+holds every row of it against these rules and lists what differs, and a raised message names the
+row it rests on. Half is in it wherever torch 1.2 checked dtypes before it looked for a kernel;
+elsewhere half is the rule of the other dtypes applied. CUDA was never run on a real torch 1.2
+here. bfloat16 could be stored in torch 1.2 and was taken for uint8 in sums; it is given half's
+rules.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ def pairs() -> Iterator[Row]:
     for name in _COMPARISONS:
         dtypes = ALL if name in ("lt", "eq") else SOME
         yield from grid("comparison", name, getattr(torch, name), (dtypes, dtypes), _ANY)
-    for name in ("__lt__", "__ge__", "__eq__"):
+    for name in ("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__"):
         yield from grid("comparison", name, getattr(torch.Tensor, name), (SOME, SOME), _ANY)
     for name in ("lt_", "eq_"):
         call = getattr(torch.Tensor, name)

@@ -16,7 +16,8 @@ from syncbn_lab.errors import InputError
 from syncbn_lab.experiment import Experiment
 from syncbn_lab.params import Parameters, choices, parameters
 from syncbn_lab.results import comparison, read_results, record, reproduction
-from syncbn_lab.run import RunResult, run
+from syncbn_lab.run import run
+from syncbn_lab.run_result import RunResult
 
 if TYPE_CHECKING:
     from syncbn_lab import oracle, plots, reading, replays, rules, tables

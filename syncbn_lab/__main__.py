@@ -160,7 +160,7 @@ def _cases(chosen: argparse.Namespace) -> int:
 
 
 def _run(chosen: argparse.Namespace) -> int:
-    from syncbn_lab.results import text_table, version_row
+    from syncbn_lab.results import text_table
     from syncbn_lab.run import require_device, run
 
     experiments = _experiments(chosen)
@@ -172,7 +172,7 @@ def _run(chosen: argparse.Namespace) -> int:
         print(json.dumps(plain if len(plain) > 1 else plain[0], indent=1, allow_nan=False))
         return 0
     if len(results) > 1:
-        print(text_table([version_row(result) for result in results]))
+        print(text_table([result.row() for result in results]))
         return 0
     result = results[0]
     print(result.sentence())

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import matplotlib.pyplot as plt
 
-from syncbn_lab.run import RunResult
+from syncbn_lab.run_result import RunResult
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

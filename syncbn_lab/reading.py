@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncbn_lab.cases import Case
 from syncbn_lab.messages import VERBATIM
-from syncbn_lab.run import RunResult
+from syncbn_lab.run_result import RunResult
 
 if TYPE_CHECKING:
     from syncbn_lab.replays import ComparedReplay

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from syncbn_lab.errors import InputError
 from syncbn_lab.params import Parameters
-from syncbn_lab.run import RunResult
+from syncbn_lab.run_result import RunResult
 
 if TYPE_CHECKING:
     from syncbn_lab.replays import ComparedReplay
@@ -187,27 +187,6 @@ def summary_row(results: dict[str, Any]) -> dict[str, str]:
         "place": f"{results['phase']}, {place}" if results["phase"] else "–",
         "match": results["messages_match"] or "–",
         "today's torch": then,
-    }
-
-
-def version_row(result: RunResult) -> dict[str, str]:
-    """One run as a row of a comparison of torch versions."""
-    environment = result.environment
-    place = f"{result.phase}, {result.file}:{result.line}" if result.file else result.phase
-    own = result.experiment.python or environment.get("interpreter")
-    return {
-        "torch": environment.get("torch") or "–",
-        "python": environment.get("python") or "–",
-        "interpreter": own or "this one",
-        "rules": result.experiment.rules,
-        "outcome": result.outcome,
-        "verdict": result.verdict,
-        "message": result.message or ("–" if result.outcome == "completed" else result.reason),
-        "source": result.source or "–",
-        "place": place or "–",
-        "in layer": result.module or "–",
-        "match": result.messages_match or "–",
-        "worst finding": result.findings[0] if result.findings else "–",
     }
 
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from syncbn_lab.cases import Case
-from syncbn_lab.results import version_row
-from syncbn_lab.run import RunResult
+from syncbn_lab.run_result import RunResult
 
 if TYPE_CHECKING:
     from syncbn_lab.replays import ComparedReplay
@@ -95,7 +94,7 @@ def runs(**results: RunResult) -> Table:
 
 def versions(*results: RunResult) -> Table:
     """The same experiment in several torches, a row each, in the order given."""
-    return Table([version_row(result) for result in results]).set_index("torch")
+    return Table([result.row() for result in results]).set_index("torch")
 
 
 def dtypes(**results: RunResult) -> Table:

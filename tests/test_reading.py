@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 import syncbn_lab as lab
-from syncbn_lab import reading, replays
+from syncbn_lab import reading, recorded, replays
 from syncbn_lab.cases import find_case
 from syncbn_lab.params import choose
 from syncbn_lab.rules import comparison
@@ -271,7 +271,7 @@ def test_the_comparison_of_rules():
 
 
 def test_the_comparison_of_replays():
-    kept = replays.read_replays().results
+    kept = recorded.read_replays().results
     same = [replays.ComparedReplay(r, r, {}, None) for r in kept]
     assert reading.replays(same) == (
         "**36 of 36 replays agree with our run of the same experiment: outcome, message, phase, "
@@ -290,7 +290,7 @@ def test_the_comparison_of_replays():
 
 def test_the_sum_of_both():
     kept, rows = comparison.compare_with("recorded", "cat")
-    same = [replays.ComparedReplay(r, r, {}, None) for r in replays.read_replays().results[:3]]
+    same = [replays.ComparedReplay(r, r, {}, None) for r in recorded.read_replays().results[:3]]
     results = lab.comparison("recorded", kept, rows, same)
     text = reading.compared(results)
     assert "**178 of 178 comparable rows agree with a real torch 1.2.0 letter for letter;" in text
@@ -302,7 +302,7 @@ def test_the_sum_of_both():
 
 
 def test_where_a_record_comes_from():
-    text = reading.recorded_in(replays.read_replays().provenance)
+    text = reading.recorded_in(recorded.read_replays().provenance)
     assert "in torch 1.2.0 (git 8554416a19), CPython 3." in text
 
 

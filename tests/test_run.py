@@ -17,7 +17,8 @@ import pytest
 from syncbn_lab import run as run_experiment
 from syncbn_lab.errors import InputError
 from syncbn_lab.experiment import Experiment
-from syncbn_lab.run import machine, require_device, result_from_dict
+from syncbn_lab.run import machine, require_device
+from syncbn_lab.run_result import result_from_dict
 from syncbn_lab.warm import warm_parent
 
 TOY = Experiment(model="toy")

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from syncbn_lab import replays, tables
+from syncbn_lab import recorded, replays, tables
 from syncbn_lab.cases import cases, find_case
 from syncbn_lab.rules import comparison
 
@@ -239,7 +239,7 @@ def test_rows_by_name(compared):
 
 
 def test_replays_are_one_row_for_both_models():
-    kept = [r for r in replays.read_replays().results if r.experiment.opt_level == "O2"]
+    kept = [r for r in recorded.read_replays().results if r.experiment.opt_level == "O2"]
     reported = [r for r in kept if r.experiment.revision == "reported"]
     same = [replays.ComparedReplay(r, r, {}, None) for r in reported]
     table = tables.replays(same)

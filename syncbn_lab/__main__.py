@@ -20,6 +20,10 @@ from syncbn_lab.policies import POLICIES
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; bad input is one sentence on standard error and exit code 1."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            # A terminal that can't show a character gets an escape, never a traceback.
+            stream.reconfigure(errors="backslashreplace")
     chosen = _parser().parse_args(arguments)
     try:
         return chosen.run(chosen)

@@ -48,7 +48,11 @@ def modules_hash() -> str:
 
 def environment() -> Dict[str, str]:
     """The environment variables that another interpreter gets: all but those about this one."""
-    return {k: v for k, v in os.environ.items() if k not in _OWN_TO_A_PYTHON}
+    kept = {k: v for k, v in os.environ.items() if k not in _OWN_TO_A_PYTHON}
+    if not any("UTF" in kept.get(name, "").upper() for name in ("LC_ALL", "LC_CTYPE", "LANG")):
+        # Python 3.6 takes the names of files for ASCII in any other locale.
+        kept["LC_ALL"] = "C.UTF-8"
+    return kept
 
 
 def hand_over(python: str, work: Any, apex: str, rank: int, folder: str) -> None:

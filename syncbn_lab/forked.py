@@ -25,7 +25,7 @@ def prepare() -> None:
     """Do once what every child would do anew; no tensor is touched."""
     with contextlib.suppress(InputError):
         require_apex()
-    record.evidence_for("", "")
+    record.evidence_for("", "", "")
     photo = inputs.sample_photo()
     if photo is not None:
         inputs.read_photo(photo)

@@ -120,6 +120,12 @@ def require_python() -> Path:
     return python
 
 
+def require_version(python: Path | str, version: str) -> None:
+    """Refuse an interpreter whose torch is another one: what it says is not torch 1.2's."""
+    if version.partition("+")[0] != "1.2.0":
+        raise InputError(f"{python} has torch {version}; allowed is torch 1.2.0 ({VARIABLE}).")
+
+
 def find_interpreter(explicit: str | None = None) -> Interpreter:
     """Find a CPython 3.7 or 3.6: the ``explicit`` one or none; else pyenv's, conda's, PATH's."""
     machine = f"{platform.system()} {platform.machine()}"

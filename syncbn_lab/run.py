@@ -45,7 +45,10 @@ def run(experiment: Experiment) -> RunResult:
 def run_in_torch12(experiment: Experiment, python: Path) -> RunResult:
     """Run an experiment in the torch 1.2 of this interpreter, with the dtype pair shifted."""
     there = experiment.replace(rules="installed", dtype_pair="float-double", python=str(python))
-    return dataclasses.replace(run(there), experiment=experiment)
+    result = run(there)
+    if "torch" in result.environment:
+        real_torch12.require_version(python, result.environment["torch"])
+    return dataclasses.replace(result, experiment=experiment)
 
 
 def _run_recorded(experiment: Experiment) -> RunResult:

@@ -86,8 +86,13 @@ class WarmParent:
 
     def close(self) -> None:
         """End the warm parent, and with it any child still at work."""
-        self._process.kill()
-        self._process.wait()
+        # It ends its children's process groups and removes what they left before it goes.
+        self._process.terminate()
+        try:
+            self._process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             with contextlib.suppress(OSError, ValueError):
                 if stream is not None:
@@ -146,6 +151,7 @@ def serve() -> None:
     import torch._dynamo  # torch.optim imports it lazily: 2 s in every child otherwise
 
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     from syncbn_lab import forked
 
     forked.prepare()
@@ -230,6 +236,7 @@ def _fork(work: Callable[[], None], folder: Path, name: str) -> int:
     try:
         # A group of its own, so that ending it ends whatever it started.
         os.setpgid(0, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _die_with_parent()
         log = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(log, 1)
@@ -261,6 +268,16 @@ def _wait(pids: list[int], deadline: float, folder: Path) -> list[tuple[str, int
     that fails takes others with it, and the first one tells why. When one has failed the others
     may wait for it in a collective for ever, so they get ``GRACE`` seconds and are then ended.
     """
+    try:
+        return _ends(pids, deadline, folder)
+    finally:
+        # Also when interrupted, or when the client is gone; and what a child left running.
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGKILL)
+
+
+def _ends(pids: list[int], deadline: float, folder: Path) -> list[tuple[str, int]]:
     ends: dict[int, tuple[str, int]] = {}
     stop_at = deadline
     look = 0
@@ -285,12 +302,7 @@ def _wait(pids: list[int], deadline: float, folder: Path) -> list[tuple[str, int
                     ends[pid] = late, look
         if len(ends) < len(pids):
             if os.getppid() != _CLIENT:
-                # The client is gone, and nobody will read the reply. The children end with this
-                # process on Linux; elsewhere they are ended here.
-                for pid in pids:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(pid, signal.SIGKILL)
-                os._exit(1)
+                sys.exit(1)  # the client is gone, and nobody will read the reply
             time.sleep(0.002)
     return [ends[pid] for pid in pids]
 

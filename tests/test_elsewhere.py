@@ -3,9 +3,12 @@
 import functools
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
+import time
 import venv
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from syncbn_lab import elsewhere
 from syncbn_lab.__main__ import main
 from syncbn_lab.errors import InputError
 from syncbn_lab.experiment import Experiment
+from syncbn_lab.implementations.apex import find_apex
 from syncbn_lab.real_torch12 import find_interpreter, ready_python
 
 PACKAGE = Path(elsewhere.__file__).parent
@@ -137,6 +141,57 @@ def test_an_interpreter_that_hangs_or_dies_is_an_outcome(tmp_path):
     assert (died.outcome, "SIGSEGV" in died.reason) == ("died", True)
 
 
+def test_an_interrupted_run_leaves_nothing(tmp_path):
+    """Ctrl-C: neither a process of the other interpreter nor a temporary folder stays behind."""
+    hangs = script(tmp_path / "hangs", "exec sleep 987")
+    command = [sys.executable, "-m", "syncbn_lab", "run", "--python", str(hangs), "--model", "toy"]
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    surroundings = {**os.environ, "TMPDIR": str(temporary)}
+    client = subprocess.Popen(command, env=surroundings, stderr=subprocess.PIPE, text=True)
+    left = [1]
+    try:
+        _until(lambda: list(temporary.glob("syncbn-lab-*/rank0.work")) and _running("sleep 987"))
+        client.send_signal(signal.SIGINT)
+        assert client.wait(20) == 130
+        _until(lambda: not _running("sleep 987"))
+        left = list(temporary.glob("syncbn-lab-*"))
+    finally:
+        client.kill()
+    assert left == []
+    assert client.stderr.read() == "syncbn_lab: interrupted\n"
+
+
+def test_what_an_interpreter_leaves_running_is_ended(tmp_path):
+    run(script(tmp_path / "leaves", "sleep 986 & exit 1"))
+    _until(lambda: not _running("sleep 986"))
+
+
+def _running(command):
+    listed = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+    return any(line.strip() == command for line in listed.splitlines())
+
+
+def _until(holds, seconds=20):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("file", ["amp/__init__.py", "parallel/sync_batchnorm_kernel.py"])
+def test_a_broken_apex_there_is_said(tmp_path, file):
+    python = environment(tmp_path / "env", without=["apex", "pytorch_extension"])
+    folder = next((tmp_path / "env/lib").glob("python3*/site-packages")) / "apex"
+    shutil.copytree(find_apex().location, folder)
+    (folder / file).write_text("raise ImportError('half installed')\n")
+    result = run(python, opt_level="O2")
+    assert result.outcome == "not runnable here"
+    assert result.reason == (
+        f"{folder}/__init__.py can't be imported: ImportError: half installed."
+    )
+
+
 def test_wrong_interpreters_are_refused_before_any_work():
     with pytest.raises(InputError, match="python is '/no/such/python', which is no executable"):
         run("/no/such/python")
@@ -211,6 +266,16 @@ def test_two_interpreters_make_one_table(capsys, tmp_path):
     assert torch_line.count(version) == 2
     assert "interpreter" in table
     assert "different error" in table
+
+
+def test_a_terminal_without_lines_gets_escapes():
+    code = "import syncbn_lab.__main__ as m; m.main(['cases', 'apex-481-o1']); print(chr(0x2502))"
+    surroundings = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    said = subprocess.run(
+        [sys.executable, "-c", code], env=surroundings, capture_output=True, text=True
+    )
+    assert (said.returncode, said.stderr) == (0, "")
+    assert said.stdout.endswith("\\u2502\n")
 
 
 def test_several_runs_as_json_are_a_list(capsys):

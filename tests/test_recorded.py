@@ -1,5 +1,7 @@
 """rules="recorded" without a real torch 1.2: the recorded replay is shown, and says so."""
 
+import sys
+
 import pytest
 
 import syncbn_lab as lab
@@ -65,6 +67,12 @@ def test_plain_batch_norm_can_t_be_shifted(configuration):
     result = lab.run(replay_of(implementation="batchnorm", **configuration))
     assert result.outcome == "not applicable"
     assert "on CUDA alone" in result.reason
+
+
+def test_another_torch_is_not_taken_for_1_2(monkeypatch):
+    monkeypatch.setenv(real_torch12.VARIABLE, sys.executable)
+    with pytest.raises(InputError, match=r"has torch 2\..*; allowed is torch 1\.2\.0"):
+        lab.run(replay_of(opt_level="O3", model="toy"))
 
 
 def test_a_record_that_is_none(tmp_path):

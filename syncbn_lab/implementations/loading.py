@@ -3,6 +3,7 @@
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import linecache
 import sys
 from types import ModuleType
@@ -81,10 +82,12 @@ def _import(
         if error.name == "apex":
             raise InputError(f"no apex is installed in {sys.executable}.") from error
         if error.name not in ("numpy", "packaging", "tqdm"):  # all that apex needs beside torch
-            raise
+            raise _broken(error) from error
         raise InputError(
             f"apex imports {error.name}, which is not installed: `pip install {error.name}`."
         ) from error
+    except Exception as error:
+        raise _broken(error) from error
     finally:
         sys.meta_path.remove(finder)
     if not hasattr(fallback.SyncBatchNorm, "syncbn_import_error"):
@@ -97,6 +100,12 @@ def _import(
         )
     parallel.__dict__["SyncBatchNorm"] = fallback.SyncBatchNorm
     return amp, parallel, fallback
+
+
+def _broken(error: Exception) -> InputError:
+    found = importlib.util.find_spec("apex")
+    where = found.origin if found else "apex"
+    return InputError(f"{where} can't be imported: {type(error).__name__}: {error}.")
 
 
 class _RevisionLoader(importlib.abc.ExecutionLoader):

@@ -10,8 +10,10 @@ overflowing or underflowing on the way:
   (ceil(log2 n) + 2)·u at most (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed.,
   section 4.2, plus one rounding for the terms and one for the division by n); taken term by
   term, as some of torch's CPU kernels do, it errs like a random walk, by sqrt(n)·u (Higham and
-  Mary 2019, "A New Approach to Probabilistic Rounding Error Analysis"). Any order is careful
-  enough, so g is the larger of the two;
+  Mary 2019, "A New Approach to Probabilistic Rounding Error Analysis"). Both are
+  careful enough, so g is the larger of the two. The random walk needs roundings of either sign:
+  many terms that are alike, added one after the other, all err to one side, up to n·u, and leave
+  the budget (torch 1.2's sums over the outer dimension on a CPU do, torch's since are pairwise);
 * the mean by dm = g·mean|x|; the two-pass variance by dv = (g + 4u)·var + dm²
   (Chan, Golub and LeVeque 1983: the shift by an inexact mean costs dm²). Normalizing with given
   running statistics, dm = dv = 0;

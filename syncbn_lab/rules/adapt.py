@@ -7,6 +7,7 @@ off. Nothing here is called when the computation is in a floating dtype of one k
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,7 +23,10 @@ def _as_number(value: Any, dtype: torch.dtype) -> Any:
     """A Python number as the tensors' integer dtype holds it: 2.5 is 2."""
     if not isinstance(value, (int, float)):
         return value
-    return bool(value) if dtype == torch.bool else int(value)
+    if dtype == torch.bool:
+        return bool(value)
+    # C++ leaves the conversion of what no integer holds to the processor: the lowest, on x86.
+    return int(value) if math.isfinite(value) else torch.iinfo(dtype).min
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

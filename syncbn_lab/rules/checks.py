@@ -120,12 +120,12 @@ def logit_products(plan: Plan, arguments: Arguments) -> Finding | None:
 
 
 def linear(plan: Plan, arguments: Arguments) -> Finding | None:
-    """With more than two dimensions and a bias: a product, then a sum in place.
+    """With a bias, and not of two dimensions: a product, then a sum in place.
 
     The other cases are one ``mm`` or ``addmm``, as today, and judged there.
     """
     x, weight, bias = arguments["input"], arguments["weight"], arguments.get("bias")
-    if x.dim() < 3 or bias is None:
+    if x.dim() == 2 or bias is None:
         return None
     if weight.dtype != x.dtype:
         text = _object_text(x.dtype, weight.dtype, "argument #2 'mat2'")
@@ -177,6 +177,31 @@ def same_object(plan: Plan, arguments: Arguments) -> Finding | None:
             _object_text(reference.dtype, other.dtype, where), reference.dtype, other.dtype
         )
     return None
+
+
+def group_norm(plan: Plan, arguments: Arguments) -> Finding | None:
+    """With weight and bias one addcmul; with one of them a product or a sum with the input."""
+    x, weight, bias = arguments["input"], arguments.get("weight"), arguments.get("bias")
+    if weight is not None and bias is not None:
+        return same_object(plan, arguments)
+    given = [t for t in (weight, bias) if t is not None]
+    return iterator([x, *given], None) if given else None
+
+
+def bilinear(plan: Plan, arguments: Arguments) -> Finding | None:
+    """A product of three, then a sum with the bias."""
+    finding, bias = same_found(plan, arguments), arguments.get("bias")
+    if finding is not None or bias is None:
+        return finding
+    return iterator([arguments["input1"], bias], None)
+
+
+def loss_of_target(plan: Plan, arguments: Arguments) -> Finding | None:
+    """A target that requires a gradient had a formula of its own: a difference, then the rest."""
+    x, target = arguments["input"], arguments["target"]
+    if target.requires_grad:
+        return _bool_difference([x, target]) or iterator([x, target], None)
+    return same_object(plan, arguments)
 
 
 def same_found(plan: Plan, arguments: Arguments) -> Finding | None:

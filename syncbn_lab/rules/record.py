@@ -9,6 +9,7 @@ import csv
 import dataclasses
 import functools
 import re
+import signal
 import subprocess
 from pathlib import Path
 
@@ -88,25 +89,39 @@ def ask_there(python: Path | str) -> str:
     command = [str(python), elsewhere.__file__, "rules"]
     said = subprocess.run(command, env=elsewhere.environment(), capture_output=True, text=True)
     if said.returncode != 0:
-        last = (said.stderr.strip() or f"exit code {said.returncode}").splitlines()[-1]
-        raise InputError(f"{python} could not record its torch's rules: {last}.")
+        how = f"exit code {said.returncode}"
+        if said.returncode < 0:
+            how = f"it was killed by {signal.Signals(-said.returncode).name}"
+        lines = [line for line in said.stderr.splitlines() if not line.endswith(" rows")]
+        last = f"; it said: {lines[-1]}" if lines else ""
+        raise InputError(f"{python} could not record its torch's rules: {how}{last}.")
     return said.stdout
 
 
-def evidence_for(rule: str, message: str) -> Evidence | None:
+def evidence_for(rule: str, operation: str, message: str) -> Evidence | None:
     """The recorded row that stands behind a message of a rule; None where there is none.
 
-    A row of the same rule with the very same words; else one with other dtypes in the same order
-    of precision. Names of Functions, nodes and hooks don't count: they are the user's.
+    A row of the same rule with the very same words, of this operation if there is one; else one
+    with other dtypes in the same order of precision. Names of Functions, nodes and hooks don't
+    count: they are the user's.
     """
     same, shifted = _errors()
     text = _blank_names(without_device(message))
-    if (rule, text) in same:
-        answer = same[rule, text]
-        exact = without_device(answer.message) == without_device(message)
-        return Evidence(answer.row, answer.message, VERBATIM if exact else NAME)
-    other = shifted.get((rule, without_dtypes(text), tuple(dtype_order(text))))
-    return None if other is None else Evidence(other.row, other.message, PAIR)
+    for found in (
+        same.get((rule, text)),
+        shifted.get((rule, without_dtypes(text), tuple(dtype_order(text)))),
+    ):
+        if found:
+            answer = next((a for a in found if _operation(a.row) == operation), found[0])
+            return Evidence(answer.row, answer.message, _match(answer.message, message))
+    return None
+
+
+def _match(recorded: str, message: str) -> str:
+    recorded, message = without_device(recorded), without_device(message)
+    if recorded == message:
+        return VERBATIM
+    return NAME if _blank_names(recorded) == _blank_names(message) else PAIR
 
 
 _Same = tuple[str, str]  # rule, words
@@ -114,12 +129,10 @@ _Shifted = tuple[str, str, tuple[int, ...]]  # rule, words without dtypes, the d
 
 
 @functools.cache
-def _errors() -> tuple[
-    dict[tuple[str, str], Answer], dict[tuple[str, str, tuple[int, ...]], Answer]
-]:
+def _errors() -> tuple[dict[_Same, list[Answer]], dict[_Shifted, list[Answer]]]:
     """Recorded errors by rule and words; by rule, words without dtypes, and the dtypes' order."""
-    same: dict[_Same, Answer] = {}
-    shifted: dict[_Shifted, Answer] = {}
+    same: dict[_Same, list[Answer]] = {}
+    shifted: dict[_Shifted, list[Answer]] = {}
     try:
         answers = read_record().answers
     except InputError:  # a rule needs no record to hold
@@ -129,11 +142,15 @@ def _errors() -> tuple[
         if answer.outcome not in (ERROR, NO_KERNEL) or "bfloat16" in answer.row:
             continue
         text = _blank_names(without_device(answer.message))
-        if (answer.rule, text) not in same:
-            same[answer.rule, text] = answer
-            order = tuple(dtype_order(text))
-            shifted.setdefault((answer.rule, without_dtypes(text), order), answer)
+        order = tuple(dtype_order(text))
+        same.setdefault((answer.rule, text), []).append(answer)
+        shifted.setdefault((answer.rule, without_dtypes(text), order), []).append(answer)
     return same, shifted
+
+
+def _operation(row: str) -> str:
+    """What a row asks, as the rules name it: "conv2d" of "conv2d bias(float16[1,2,5,5], …)"."""
+    return re.split(r"[ (,]", row.removeprefix("F."))[0]
 
 
 def _blank_names(message: str) -> str:

@@ -70,7 +70,13 @@ TABLE: dict[str, Entry] = {
     "dot": _object("matmul", ("tensor", 2, "tensor")),
     "ger": _object("matmul", ("vec2", 2, "vec2")),
     "linear": Entry("matmul", checks.linear, reference="input"),
-    "bilinear": _found("matmul", "input1", "weight", "input2"),
+    "bilinear": Entry(
+        "matmul",
+        checks.bilinear,
+        reference="input1",
+        named=(("weight", 0, "weight"), ("input2", 0, "input2")),
+        numbers=("bias",),  # judged too, by a rule of its own
+    ),
     "matmul": Entry("matmul", checks.matmul_3d_1d),
     "bmm": _found("matmul", "self", "mat2"),
     "baddbmm": _found("matmul", "batch1", "self", "batch2"),
@@ -97,7 +103,10 @@ TABLE: dict[str, Entry] = {
     "index_fill": _object("index", numbers=("value",)),
     "mse_loss": _object("loss", ("target", 2, "target")),
     "smooth_l1_loss": _object("loss", ("target", 2, "target")),
-    "l1_loss": _object("loss", ("target", 2, "target"), reference="input"),
+    **dict.fromkeys(
+        ("l1_loss", "F.mse_loss", "F.smooth_l1_loss"),
+        Entry("loss", checks.loss_of_target, reference="input", named=(("target", 2, "target"),)),
+    ),
     "cosine_embedding_loss": _found("loss", "input1", "target"),
     "soft_margin_loss": _object("loss", ("target", 2, "target"), reference="input"),
     "multi_margin_loss": _object("loss", ("weight", 5, "weight")),
@@ -123,7 +132,7 @@ TABLE: dict[str, Entry] = {
     "native_layer_norm": _found("layer_norm", "input", "weight", "bias"),
     "native_group_norm": Entry(
         "layer_norm",
-        checks.same_object,
+        checks.group_norm,
         reference="bias",
         named=(("input", 3, "tensor1"), ("weight", 4, "tensor2")),
     ),

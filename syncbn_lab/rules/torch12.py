@@ -20,11 +20,16 @@ What is not reached:
   has already decided on a floating result when the mode is asked, and today's dtype stays;
 - code that leaves the thread (a thread of one's own, DataParallel): modes are per thread. The
   engine's worker threads inherit them;
+- a ``.grad`` or a parameter whose dtype is changed through ``.data`` between two backwards;
+- infinite and NaN numbers with integers: the dtype is torch 1.2's, where it refused some;
+- modules that today's torch computes in another way: ``MultiheadAttention``, LSTM; ``normal`` with
+  two dtypes; a 0-dim target of a loss that requires grad;
 - values: where torch 1.2 computed another number with the same dtype, today's number stays;
 - when shape and dtype are both wrong in place, torch 1.2 spoke of the shape, here the dtype;
 - a few things that today's torch refuses or allows for other reasons: ``x - True``, ``addcdiv``
-  of integers, ``scatter_`` with a 0-dim source, integer convolutions, int32 in square brackets,
-  ``kl_div`` of integers, triangular solves, ``out=`` of a comparison;
+  of integers, ``scatter_`` with a 0-dim source, integer convolutions, int32 indices in square
+  brackets, ``scatter_``, ``index_add_`` and embeddings, uint8 targets of ``nll_loss``, ``kl_div``
+  of integers, triangular solves, ``out=`` of a comparison or of a function of one tensor;
 - gradient clipping and the gradient scaler are today's own code and not judged: torch 1.2
   clipped mixed models, with norms that were Python numbers;
 - convolutions with a bias, prelu and ``.grad = …`` inside a hook that backward calls keep
@@ -123,7 +128,7 @@ class Rules:
         )
         self.violations.append(violation)
         # Where nothing is raised nobody asks, and the record need not be read.
-        recorded = evidence_for(rule, finding.message) if self.raising else None
+        recorded = evidence_for(rule, operation, finding.message) if self.raising else None
         return Torch12RuleError(violation, basis_of(rule), recorded)
 
 
@@ -273,6 +278,13 @@ def _reversed(mode: _FunctionRules, func: Any, args: Any, kwargs: Any) -> Any:
     return reversed_division(tensor, args[1])
 
 
+def _full(mode: _FunctionRules, func: Any, args: Any, kwargs: Any) -> Any:
+    """torch.full gave the default dtype, whatever the number."""
+    if mode.rules.raising and kwargs.get("dtype") is None and kwargs.get("out") is None:
+        kwargs = {**kwargs, "dtype": torch.get_default_dtype()}
+    return func(*args, **kwargs)
+
+
 def _set(mode: _FunctionRules, func: Any, args: Any, kwargs: Any) -> Any:
     """tensor.grad = value."""
     if func == _GRAD_SETTER:
@@ -300,8 +312,11 @@ _HANDLERS: dict[str, Handler] = {
     "ger": _checked("ger", ["self", "vec2"]),
     "cosine_similarity": _checked("cosine_similarity", ["x1", "x2"]),
     "l1_loss": _checked("l1_loss", ["input", "target"]),
+    "mse_loss": _checked("F.mse_loss", ["input", "target"]),
+    "smooth_l1_loss": _checked("F.smooth_l1_loss", ["input", "target"]),
     "soft_margin_loss": _checked("soft_margin_loss", ["input", "target"]),
     "cosine_embedding_loss": _checked("cosine_embedding_loss", ["input1", "input2", "target"]),
+    "full": _full,
     "__rdiv__": _reversed,
     "__rtruediv__": _reversed,
     "__set__": _set,

@@ -115,9 +115,29 @@ def test_a_record_that_is_none(tmp_path):
         record.parse("a,b\n1,2\n")
 
 
-def test_an_interpreter_that_can_t_be_asked():
-    with pytest.raises(InputError, match="/bin/false could not record its torch's rules: exit"):
-        record.ask_there("/bin/false")
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("exit 3", "exit code 3."),
+        ("echo 0 of 9 rows >&2; kill -FPE $$", "it was killed by SIGFPE."),
+        ("echo no torch >&2; exit 1", "exit code 1; it said: no torch."),
+    ],
+)
+def test_an_interpreter_that_can_t_be_asked(tmp_path, command, said):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\n{command}\n")
+    python.chmod(0o755)
+    with pytest.raises(InputError) as caught:
+        record.ask_there(python)
+    assert str(caught.value) == f"{python} could not record its torch's rules: {said}"
+
+
+def test_the_row_of_the_very_operation_is_named_where_there_is_one():
+    half, single = torch.ones(1, 1, 3, 3).half(), torch.ones(1, 1, 3, 3)
+    conv2d = _raised(lambda: torch.nn.functional.conv2d(single, half))
+    assert conv2d.recorded.row.startswith("conv2d(float32[")
+    l1 = _raised(lambda: torch.nn.functional.l1_loss(half, single))
+    assert l1.recorded.row == "l1_loss(float32[3], float64[3])"
 
 
 # ---------------------------------------------------------------- evidence
@@ -147,12 +167,12 @@ def test_a_message_names_the_row_it_rests_on():
 def test_the_report_s_own_messages_rest_on_rows():
     """As on CUDA: the record's are a CPU's."""
     line_109 = "expected device cuda:0 and dtype Float but got device cuda:0 and dtype Half"
-    assert record.evidence_for("elementwise", line_109).match == VERBATIM
+    assert record.evidence_for("elementwise", "add", line_109).match == VERBATIM
     gradient = (
         "Function SyncBatchnormFunctionBackward returned an invalid gradient at index 0 - expected "
         "type torch.cuda.HalfTensor but got torch.cuda.FloatTensor"
     )
-    evidence = record.evidence_for("gradient", gradient)
+    evidence = record.evidence_for("gradient", "SyncBatchnormFunctionBackward", gradient)
     assert (evidence.row, evidence.match) == ("Function, leaf(float16, returns float32)", NAME)
     assert evidence.sentence().endswith(
         "said the same of another name for Function, leaf(float16, returns float32)"
@@ -161,18 +181,18 @@ def test_the_report_s_own_messages_rest_on_rows():
 
 def test_other_dtypes_in_the_same_order_are_evidence_of_a_kind():
     message = "Expected object of scalar type Int but got scalar type Long for argument #2 'mat2'"
-    evidence = record.evidence_for("matmul", message)
+    evidence = record.evidence_for("matmul", "mm", message)
     assert evidence.match == PAIR
     assert evidence.message.endswith("for argument #2 'mat2'")
     assert "with other dtypes for mm(" in evidence.sentence()
 
 
 def test_no_row_no_evidence(monkeypatch):
-    assert record.evidence_for("matmul", "something else altogether") is None
+    assert record.evidence_for("matmul", "mm", "something else altogether") is None
     # The rule counts: a comparison's message says nothing for a product.
     message = "Expected object of scalar type Half but got scalar type Float for argument #2 'mat2'"
-    assert record.evidence_for("matmul", message) is not None
-    assert record.evidence_for("comparison", message) is None
+    assert record.evidence_for("matmul", "mm", message) is not None
+    assert record.evidence_for("comparison", "lt", message) is None
 
 
 def test_rules_hold_where_there_is_no_record(monkeypatch, tmp_path):

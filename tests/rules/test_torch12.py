@@ -540,3 +540,19 @@ def test_what_is_out_of_reach_keeps_todays_dtype():
     # torch 1.2 gave int64; autograd has decided before the rules are asked
     with torch12_rules():
         assert (t(i64, 3) * t(f32).requires_grad_()).dtype == f32
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
+def test_numbers_that_no_integer_holds_keep_the_dtype(number):
+    """Torch 1.2 gave int64; what C++ makes of the number is the processor's business."""
+    with torch12_rules():
+        assert (t(i64, 3) + number).dtype is i64
+        assert (t(i64, 3) * number).dtype is i64
+
+
+def test_full_gives_the_default_dtype():
+    with torch12_rules():
+        assert torch.full((3,), 1).dtype is f32
+        assert torch.full((3,), True).dtype is f32
+        assert torch.full((3,), 1, dtype=i64).dtype is i64
+        assert (torch.full((3,), 2) * t(f32, 3)).dtype is f32

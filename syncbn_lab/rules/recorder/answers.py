@@ -43,6 +43,7 @@ def rows() -> List[Row]:
             elementwise.pairs,
             elementwise.triples,
             elementwise.numbers,
+            elementwise.fills,
             elementwise.conversions,
             elementwise.singles,
             network.products,

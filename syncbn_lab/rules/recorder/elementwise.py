@@ -194,6 +194,15 @@ def numbers() -> Iterator[Row]:
                     yield Row("scalar", name, form, operands, call)
 
 
+def fills() -> Iterator[Row]:
+    """Tensors made of a Python number."""
+    for number in (2, 2.5, True):
+        yield Row("scalar", "full", "out of place", (number,), lambda s: torch.full((3,), s))
+        for dtype in ALL:
+            call = lambda s, name: torch.full((3,), s, dtype=DTYPES[name])  # noqa: E731
+            yield Row("scalar", "full dtype=", "out of place", (number, dtype), call)
+
+
 def conversions() -> Iterator[Row]:
     """What converts on purpose is always allowed."""
     calls: Dict[str, Call] = {

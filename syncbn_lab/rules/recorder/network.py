@@ -48,6 +48,13 @@ _TWO: Dict[str, Tuple[str, Call, Shapes]] = {
     "prelu one weight": ("prelu", F.prelu, ((2, 3, 4), (1,))),
     "cat": ("cat", lambda a, b: torch.cat([a, b]), (VECTOR, VECTOR)),
     "stack": ("cat", lambda a, b: torch.stack([a, b]), (VECTOR, VECTOR)),
+    "group_norm weight": ("layer_norm", lambda x, w: F.group_norm(x, 3, w), ((2, 3, 4), (3,))),
+    "group_norm bias": (
+        "layer_norm",
+        lambda x, b: F.group_norm(x, 3, None, b),
+        ((2, 3, 4), (3,)),
+    ),
+    "layer_norm weight": ("layer_norm", lambda x, w: F.layer_norm(x, (3,), w), ((2, 3), (3,))),
     "cosine_similarity": ("elementwise", F.cosine_similarity, ((2, 3), (2, 3))),
     "pairwise_distance": ("elementwise", F.pairwise_distance, ((2, 3), (2, 3))),
     "grid_sample": ("loss", lambda a, b: F.grid_sample(a, b), ((1, 1, 3, 3), (1, 2, 2, 2))),
@@ -58,9 +65,15 @@ _THREE: Dict[str, Tuple[str, Call, Shapes]] = {
     "addr": ("matmul", torch.addr, ((3, 3), (3,), (3,))),
     "addbmm": ("matmul", torch.addbmm, ((2, 2), (2, 2, 3), (2, 3, 2))),
     "baddbmm": ("matmul", torch.baddbmm, ((2, 2, 2), (2, 2, 3), (2, 3, 2))),
+    "linear bias 1d": ("matmul", F.linear, ((3,), (4, 3), (4,))),
     "linear bias 2d": ("matmul", F.linear, ((2, 3), (4, 3), (4,))),
     "linear bias 3d": ("matmul", F.linear, ((2, 2, 3), (4, 3), (4,))),
     "bilinear": ("matmul", F.bilinear, ((2, 3), (2, 3), (4, 3, 3))),
+    "bilinear bias": (
+        "matmul",
+        lambda a, w, b: F.bilinear(a, a, w, b),
+        ((2, 3), (4, 3, 3), (4,)),
+    ),
     "conv1d bias": ("conv", F.conv1d, ((1, 2, 5), (3, 2, 3), (3,))),
     "conv2d bias": ("conv", F.conv2d, ((1, 2, 5, 5), (3, 2, 3, 3), (3,))),
     "conv3d bias": ("conv", F.conv3d, ((1, 2, 3, 3, 3), (3, 2, 2, 2, 2), (3,))),
@@ -119,11 +132,22 @@ def _weighted(function: Call) -> Call:
     return lambda x, weight: function(x, _labels(), weight)
 
 
+def _asking(x: Any) -> Any:
+    """The tensor asking for its gradient, where its dtype can."""
+    return x.requires_grad_() if x.is_floating_point() else x
+
+
 _LOSSES: Dict[str, Tuple[Call, Shapes]] = {
     "mse_loss": (F.mse_loss, (VECTOR, VECTOR)),
     "l1_loss": (F.l1_loss, (VECTOR, VECTOR)),
     "smooth_l1_loss": (F.smooth_l1_loss, (VECTOR, VECTOR)),
     "soft_margin_loss": (F.soft_margin_loss, (VECTOR, VECTOR)),
+    "mse_loss, target requiring grad": (lambda a, b: F.mse_loss(a, _asking(b)), (VECTOR, VECTOR)),
+    "l1_loss, target requiring grad": (lambda a, b: F.l1_loss(a, _asking(b)), (VECTOR, VECTOR)),
+    "smooth_l1_loss, target requiring grad": (
+        lambda a, b: F.smooth_l1_loss(a, _asking(b)),
+        (VECTOR, VECTOR),
+    ),
     "kl_div": (lambda a, b: F.kl_div(a, b, reduction="sum"), (VECTOR, VECTOR)),
     "poisson_nll_loss": (F.poisson_nll_loss, (VECTOR, VECTOR)),
     "hinge_embedding_loss": (F.hinge_embedding_loss, (VECTOR, VECTOR)),

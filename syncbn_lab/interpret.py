@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from pathlib import Path
 from typing import Any
 
 from syncbn_lab.cases import Case, look_up
+from syncbn_lab.errors import InputError
 from syncbn_lab.experiment import Experiment
-from syncbn_lab.implementations.apex import find_apex
+from syncbn_lab.implementations.apex import ApexInfo, find_apex, require_apex
 from syncbn_lab.messages import NO, match_message
 from syncbn_lab.run_result import RunResult
 from syncbn_lab.trace.place import Place, place_in, place_of_gradient
@@ -132,15 +134,20 @@ def _environment(found: dict[str, Any]) -> dict[str, Any]:
     """What the child says of itself, with what is known of the apex that it imported."""
     folder = found.get("apex_folder")
     apex = None
-    if folder is not None:
-        here = find_apex()
-        if Path(folder).parent.name == "lent":
-            # A copy of this environment's, for an interpreter that had none.
-            apex = here.as_dict() | {"lent": True}
-        else:
-            same = folder == here.location
-            apex = (here if same else find_apex([str(Path(folder).parent)])).as_dict()
+    if folder is not None and Path(folder).parent.name == "lent":
+        # A copy of this environment's, for an interpreter that had none.
+        apex = require_apex().as_dict() | {"lent": True}
+    elif folder is not None:
+        apex = _apex_in(folder).as_dict()
     return {name: value for name, value in found.items() if name != "apex_folder"} | {"apex": apex}
+
+
+def _apex_in(folder: str) -> ApexInfo:
+    """The apex in a folder: mostly this environment's, which was looked at before the run."""
+    with contextlib.suppress(InputError):
+        if (here := require_apex()).location == folder:
+            return here
+    return find_apex([str(Path(folder).parent)])
 
 
 def _source(rank: dict[str, Any], raised_at: Place | None) -> str:

@@ -194,7 +194,7 @@ def rules(compared: Sequence[Compared], record: Record) -> Sentence:
     from syncbn_lab.rules.comparison import AGREES, DIFFERS, NOT_COMPARABLE  # needs torch
 
     count = collections.Counter(row.agreement for row in compared)
-    unexplained = [row.ours.row for row in compared if row.agreement == DIFFERS and not row.reason]
+    unexplained = [row.ours.row for row in compared if row.unexplained]
     comparable = len(compared) - count[NOT_COMPARABLE]
     text = (
         f"**{count[AGREES]} of {comparable} comparable rows agree with torch "
@@ -212,7 +212,7 @@ def replays(compared: Sequence[ComparedReplay]) -> Sentence:
     """Read the comparison of our runs with the replays in a real torch 1.2."""
     agree = sum(one.agrees for one in compared)
     known = sum(one.reason is not None for one in compared)
-    rest = len(compared) - agree - known
+    rest = sum(one.unexplained for one in compared)
     text = (
         f"**{agree} of {len(compared)} replays agree with our run of the same experiment: outcome, "
         "message, phase, place and every dtype.** "

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from syncbn_lab import elsewhere
 from syncbn_lab.errors import InputError
 
 VARIABLE = "SYNCBN_LAB_TORCH12"
@@ -46,10 +47,9 @@ _FREE_GB = {"3.7": 3.0, "3.6": 3.7}
 _PACKAGES = ("torch==1.2.0", "numpy<1.20", "tqdm<4.63")
 _PROBE_SECONDS = 20
 
-# What would lead a child to other packages than those of its own environment, or pip astray.
+# What would lead pip astray, beside what is hidden from every other interpreter.
 _HIDDEN = (
-    *("PYTHONPATH", "PYTHONHOME", "PYTHONSAFEPATH", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"),
-    *("PIP_REQUIREMENT", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER"),
+    *("__PYVENV_LAUNCHER__", "PIP_REQUIREMENT", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT", "PIP_USER"),
 )
 
 # Runs in Python 2.7 too, so that the refusal of such a one can say what it is.
@@ -320,7 +320,9 @@ def _verify(python: Path) -> dict[str, str]:
 
 
 def _child(command: list[Any], **options: Any) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in _HIDDEN}
+    environment = {
+        name: value for name, value in elsewhere.environment().items() if name not in _HIDDEN
+    }
     # A constraint in a configuration file too: Python 3.6's pip takes `torch<3` for `torch==1.2.0`.
     environment["PIP_CONSTRAINT"] = os.devnull
     options |= {"stdin": subprocess.DEVNULL, "encoding": "utf-8", "errors": "replace"}

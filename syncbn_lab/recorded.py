@@ -90,20 +90,15 @@ def find(experiment: Experiment) -> RunResult:
     for replay in read_replays().results:
         if _same(replay.experiment, experiment):
             return _shown(replay, experiment)
+    known = dict.fromkeys(one.configuration for one in replayed())
     return RunResult(
         experiment,
         "not runnable here",
         "No real torch 1.2 is here (`make torch12` makes an environment with it), and no replay of "
-        f"this experiment is recorded: recorded are {', '.join(_CONFIGURATIONS_TEXT)}, one rank, "
+        f"this experiment is recorded: recorded are {', '.join(known)}, one rank, "
         f"one step, seed 0, revisions {', '.join(_REVISIONS)}, models {' and '.join(_MODELS)}.",
         "not judged",
     )
-
-
-_CONFIGURATIONS_TEXT = [
-    Experiment(opt_level=level, keep_batchnorm_fp32=keep).configuration
-    for level, keep in _CONFIGURATIONS
-]
 
 
 def _same(recorded: Experiment, wanted: Experiment) -> bool:

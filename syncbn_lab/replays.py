@@ -69,6 +69,11 @@ class ComparedReplay:
         """Whether everything compared is the same."""
         return not self.differences
 
+    @property
+    def unexplained(self) -> bool:
+        """Whether it differs for no known reason: a fault."""
+        return not self.agrees and self.reason is None
+
 
 _COMPARED = ("outcome", "error_type", "message", "phase", "file", "module", "dtypes")
 

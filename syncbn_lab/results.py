@@ -98,7 +98,7 @@ def comparison(
 
     ``torch12`` is "recorded" or "live": where torch 1.2's answers come from.
     """
-    differ = [one for one in compared if one.agreement == "differs"]
+    differ = [one for one in compared if one.differs]
     comparable = sum(one.agreement != "not comparable" for one in compared)
     return {
         "torch12": torch12,
@@ -107,13 +107,11 @@ def comparison(
         "comparable": comparable,
         "agree": comparable - len(differ),
         "differ_for_known_reason": sum(one.reason is not None for one in differ),
-        "differ_unexplained": [one.recorded.row for one in differ if one.reason is None],
+        "differ_unexplained": [one.recorded.row for one in differ if one.unexplained],
         "replays": len(replays),
         "replays_agree": sum(one.agrees for one in replays),
         "replays_unexplained": [
-            one.replay.experiment.describe()
-            for one in replays
-            if not one.agrees and one.reason is None
+            one.replay.experiment.describe() for one in replays if one.unexplained
         ],
         "reproduced": sorted(
             {one.replay.case or "" for one in replays if one.replay.outcome == "reproduced"}

@@ -175,7 +175,7 @@ def rules(compared: Sequence[Compared]) -> Table:
             "agree": one.agreement == "agrees",
             "no CPU kernel in torch 1.2": one.agreement == "not comparable",
             "differ, reason known": one.reason is not None,
-            "differ, reason not known": one.agreement == "differs" and one.reason is None,
+            "differ, reason not known": one.unexplained,
         }
         for one in compared
     ]
@@ -188,7 +188,7 @@ def rule_differences(compared: Sequence[Compared]) -> Table:
     """The rows that differ, counted by reason, with the first of each; the unexplained first."""
     kinds: dict[str, list[Compared]] = {}
     for one in compared:
-        if one.agreement == "differs":
+        if one.differs:
             kinds.setdefault(one.reason or "NOT KNOWN", []).append(one)
     rows = [
         {

@@ -98,6 +98,16 @@ class Compared:
     reason: str | None
     """For a row that differs: why, where it is known."""
 
+    @property
+    def differs(self) -> bool:
+        """Whether both answered, and not the same."""
+        return self.agreement == DIFFERS
+
+    @property
+    def unexplained(self) -> bool:
+        """Whether it differs for no known reason: a fault."""
+        return self.differs and self.reason is None
+
 
 def compare(record: Record | None = None, rule: str | None = None) -> list[Compared]:
     """Ask this torch, under the rules, every recorded row (or those of one rule), and compare."""

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import subprocess
 
 import pytest
 
@@ -149,3 +150,16 @@ def test_live_ranks_are_synchronized():
     result = lab.run(replay_of(opt_level="O0", model="toy", world_size=2))
     assert (result.outcome, result.environment["torch"]) == ("completed", "1.2.0")
     assert len({str(layer["count"]) for layer in result.layers}) == 2
+
+
+@LIVE
+def test_its_cpu_adds_up_one_value_after_the_other():
+    """Why some replays that complete are `degraded` there: bit for bit the sum of a loop."""
+    code = (
+        "import torch; x = torch.full((1024, 16), 0.1); total = torch.zeros(16)\n"
+        "for row in x: total += row\n"
+        "print(bool((total == x.sum(0)).all()), abs(float(total[0]) - 102.4) > 1e-4)\n"
+    )
+    python = real_torch12.ready_python()
+    said = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.split() == ["True", "True"]
